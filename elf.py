@@ -1,0 +1,575 @@
+"""ELF, Embedded Language Flows (arXiv 2605.10938), in one file.
+
+A frozen text encoder turns token ids into contextual embeddings x. A flow carries Gaussian noise to such
+embeddings, for the whole sequence at once and without ever looking at a token on the way: the network
+sees a noisy z at time t and predicts the clean x_hat, which gives the velocity to follow. Only the very
+last call of the same network, switched to "decode" mode, reads tokens off the embeddings it arrived at.
+
+Time runs from 0 (noise) to 1 (data). Shape letters: B examples (sequences) of a batch, L positions of a
+sequence, D latent width (the encoder's), H hidden width of the network, V vocabulary size.
+Read on in this order: Config, the network, the path, the loss, the samplers. Loading comes last.
+"""
+import dataclasses
+import difflib
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+# ------------------------------------------------------------------------------------------ configuration
+
+
+class UserError(ValueError):
+    """Something the user gave is wrong: the programs print it as one line and exit with 2."""
+
+
+def key(default, meaning):
+    """A setting, with what `--help` says of it."""
+    return field(default=default, metadata={"help": meaning})
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run of the method. The defaults are the paper's ELF-B on OpenWebText (its tables 6 and 7)."""
+    # data and encoder
+    data: str = key("embedded-language-flows/openwebtext-t5", "what to train on: a text file, or `tiny` for the built-in language")
+    encoder: str = key("google-t5/t5-small", "frozen encoder: Hub id, folder, or `scratch` to train a small one on the data first")
+    vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix")
+    length: int = key(1024, "L: positions of a sequence")
+    latent_dim: int = key(512, "D: width of the encoder's embeddings")
+    latent_mean: float = key(0.0, "subtracted from the embeddings")
+    latent_std: float = key(0.2, "the embeddings are divided by this (0: measure mean and std on the data)")
+    # network
+    hidden: int = key(768, "H: width of the network")
+    depth: int = key(12, "number of blocks")
+    heads: int = key(12, "attention heads")
+    bottleneck: int = key(128, "width between the latents and H at the input")
+    prefix: int = key(4, "control tokens of each kind: time, guidance scale, mode")
+    # path and loss
+    t_mean: float = key(-1.5, "t of a denoise example is sigmoid(N(t_mean, t_std^2)); small t is much noise")
+    t_std: float = key(0.8, "see t_mean; the sampler's time grid follows the same law")
+    noise_scale: float = key(2.0, "standard deviation of the noise of the flow, in units of the latents")
+    t_floor: float = key(0.05, "1 - t is never divided by less than this")
+    decode_share: float = key(0.2, "share of a batch that trains the decode mode")
+    p_mean: float = key(0.8, "p of a token of a decode example is sigmoid(N(p_mean, p_std^2))")
+    p_std: float = key(0.8, "see p_mean")
+    decode_noise_scale: float = key(5.0, "standard deviation of the noise that decode examples get")
+    w_min: float = key(0.5, "smallest guidance scale w seen in training; 1 + w is log-uniform")
+    w_max: float = key(5.0, "largest guidance scale w seen in training")
+    # optimisation
+    batch: int = key(512, "sequences per step")
+    steps: int = key(0, "training steps (0: as many as `epochs` need)")
+    epochs: float = key(5.0, "passes over the data, where `steps` is 0")
+    lr: float = key(0.002, "learning rate of Muon, on the 2-D weights; used as it is, never rescaled")
+    adam_lr: float = key(0.0, "learning rate of Adam, on all other weights (0: the same as lr)")
+    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0")
+    cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0")
+    clip: float = key(1.0, "largest norm of the gradient")
+    ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average")
+    # sampling
+    sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top")
+    gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back")
+    w: float = key(3.0, "default of sample.py: guidance scale of self-conditioning; 1 is no guidance")
+
+    def __post_init__(self):
+        def need(ok, name, rule):
+            if not ok:
+                raise UserError(f"{name}={getattr(self, name)}: {rule}")
+        for name in ("length", "latent_dim", "hidden", "depth", "heads", "bottleneck", "prefix", "sample_steps"):
+            need(getattr(self, name) >= 1, name, "must be at least 1")
+        need(self.hidden % (2 * self.heads) == 0, "heads", f"hidden={self.hidden} must be an even multiple of it")
+        need(self.batch >= 3, "batch", "must be at least 3, so that each kind of example is in every batch")
+        need(self.steps >= 0 and self.epochs > 0, "epochs", "steps must not be negative, epochs must be positive")
+        need(0 < self.decode_share < 1, "decode_share", "must lie between 0 and 1")
+        need(0 < self.w_min <= self.w_max, "w_min", f"must lie between 0 and w_max={self.w_max}")
+        need(0 < self.t_floor < 1, "t_floor", "must lie between 0 and 1")
+        need(0 <= self.ema < 1, "ema", "must lie in [0, 1)")
+        need(self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1, "warmup",
+             f"warmup and cooldown={self.cooldown} are shares of the run and must add up to at most 1")
+        for name in ("lr", "clip", "noise_scale", "decode_noise_scale", "t_std", "p_std", "w"):
+            need(getattr(self, name) > 0, name, "must be positive")
+        for name in ("vocab", "latent_std", "adam_lr", "gamma"):
+            need(getattr(self, name) >= 0, name, "must not be negative")
+
+
+PRESETS = {
+    "owt_b": Config(),
+    "owt_m": Config(hidden=1056, depth=24, heads=16, epochs=4.0, warmup=0.125),  # half an epoch of warmup
+    "owt_l": Config(hidden=1280, depth=32, heads=16, epochs=3.0, warmup=1 / 6),
+}
+
+# ------------------------------------------------------------------------------------------ the network
+
+
+class ValueEmbed(nn.Module):
+    """A number per example (t or w) -> a vector: 256 sinusoids of the raw value, then a small MLP."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.mlp_0 = nn.Linear(256, hidden)
+        self.mlp_2 = nn.Linear(hidden, hidden)
+
+    def forward(self, value):                                                   # (B,)
+        frequency = 10000 ** (-torch.arange(128, device=value.device) / 128)    # (128,)
+        angle = value.float()[:, None] * frequency                              # (B, 128)
+        wave = torch.cat([angle.cos(), angle.sin()], dim=-1)                    # (B, 256)
+        return self.mlp_2(F.silu(self.mlp_0(wave)))                             # (B, H)
+
+
+class TextProj(nn.Module):
+    """Latents -> hidden, through a narrow bottleneck."""
+
+    def __init__(self, latent_dim, bottleneck, hidden):
+        super().__init__()
+        self.proj1 = nn.Linear(latent_dim, bottleneck, bias=False)
+        self.proj2 = nn.Linear(bottleneck, hidden)
+
+    def forward(self, z):
+        return self.proj2(self.proj1(z))
+
+
+def rope_table(prefix, length, head_dim, device):
+    """cos and sin of rotary position embedding, each (prefix + L, head_dim / 2). The prefix isn't rotated."""
+    frequency = 10000 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
+    angle = torch.arange(length, device=device)[:, None] * frequency            # (L, head_dim / 2)
+    angle = F.pad(angle, (0, 0, prefix, 0))                                     # (prefix + L, head_dim / 2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, rope):
+    """Turns each adjacent pair of channels of x (B, heads, N, head_dim) by the angle of its position."""
+    cos, sin = rope
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)                                  # (B, heads, N, head_dim / 2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
+class Attention(nn.Module):
+    """Bidirectional self-attention without a mask; RMSNorm on queries and keys."""
+
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.q_norm = nn.RMSNorm(hidden // heads, eps=1e-6)
+        self.k_norm = nn.RMSNorm(hidden // heads, eps=1e-6)
+        self.proj = nn.Linear(hidden, hidden)
+
+    def forward(self, h, rope):                                                 # (B, N, H)
+        q, k, v = rearrange(self.qkv(h), "b n (three heads d) -> three b heads n d", three=3, heads=self.heads)
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        out = F.scaled_dot_product_attention(q, k, v)                           # (B, heads, N, head_dim)
+        return self.proj(rearrange(out, "b heads n d -> b n (heads d)"))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        inner = int(4 * hidden * 2 / 3)
+        self.w12 = nn.Linear(hidden, 2 * inner)
+        self.w3 = nn.Linear(inner, hidden)
+
+    def forward(self, h):
+        gate, value = self.w12(h).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * value)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden, heads):
+        super().__init__()
+        self.norm1 = nn.RMSNorm(hidden, eps=1e-6)
+        self.attn = Attention(hidden, heads)
+        self.norm2 = nn.RMSNorm(hidden, eps=1e-6)
+        self.mlp = SwiGLU(hidden)
+
+    def forward(self, h, rope):
+        h = h + self.attn(self.norm1(h), rope)
+        return h + self.mlp(self.norm2(h))
+
+
+class FinalLayer(nn.Module):
+    """The denoise head. It starts at zero: an untrained network predicts x_hat = 0, the latents' mean."""
+
+    def __init__(self, hidden, latent_dim):
+        super().__init__()
+        self.norm_final = nn.RMSNorm(hidden, eps=1e-6)
+        self.linear = nn.Linear(hidden, latent_dim)
+
+    def forward(self, h):
+        return self.linear(self.norm_final(h))
+
+
+class ELF(nn.Module):
+    """The network: a transformer over [time | guidance | mode | sequence] tokens, with two heads."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg = cfg
+        self.self_cond_proj = nn.Linear(2 * cfg.latent_dim, cfg.latent_dim)
+        self.text_proj = TextProj(cfg.latent_dim, cfg.bottleneck, cfg.hidden)
+        self.t_embedder = ValueEmbed(cfg.hidden)
+        self.self_cond_cfg_embedder = ValueEmbed(cfg.hidden)
+        self.t_emb_tokens = nn.Parameter(torch.empty(1, cfg.prefix, cfg.hidden))
+        self.self_cond_cfg_tokens = nn.Parameter(torch.empty(1, cfg.prefix, cfg.hidden))
+        self.mode_tokens = nn.Parameter(torch.empty(1, cfg.prefix, cfg.hidden))
+        self.blocks = nn.ModuleList(Block(cfg.hidden, cfg.heads) for _ in range(cfg.depth))
+        self.final_layer = FinalLayer(cfg.hidden, cfg.latent_dim)
+        self.proj = nn.Linear(cfg.hidden, cfg.latent_dim)       # the decode head: proj, gelu, unembed
+        self.unembed = nn.Linear(cfg.latent_dim, cfg.vocab)
+        self.init_weights()
+
+    def init_weights(self):
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        for embed in (self.t_embedder, self.self_cond_cfg_embedder):
+            nn.init.normal_(embed.mlp_0.weight, std=0.02)
+            nn.init.normal_(embed.mlp_2.weight, std=0.02)
+        for tokens in (self.t_emb_tokens, self.self_cond_cfg_tokens, self.mode_tokens):
+            nn.init.normal_(tokens, std=0.02)
+        nn.init.zeros_(self.final_layer.linear.weight)
+
+    def trunk(self, z, t, x_prev, w, decode):
+        """Everything but the heads: z, x_prev (B, L, D), t, w (B,), decode (B,) bool -> (B, L, H)."""
+        time = self.t_emb_tokens + self.t_embedder(t)[:, None]                  # (B, prefix, H)
+        guidance = self.self_cond_cfg_tokens + self.self_cond_cfg_embedder(w)[:, None]
+        mode = self.mode_tokens * decode[:, None, None]                         # the switch: zero when denoising
+        text = self.text_proj(self.self_cond_proj(torch.cat([z, x_prev], dim=-1)))  # (B, L, H)
+
+        h = torch.cat([time, guidance, mode, text], dim=1)                      # (B, 3 prefix + L, H)
+        head_dim = self.cfg.hidden // self.cfg.heads
+        rope = rope_table(3 * self.cfg.prefix, z.shape[1], head_dim, z.device)
+        for block in self.blocks:
+            h = block(h, rope)
+        return h[:, 3 * self.cfg.prefix:]                                       # (B, L, H)
+
+    def unembed_hidden(self, h):
+        return self.unembed(F.gelu(self.proj(h), approximate="tanh"))           # (B, L, V)
+
+    def denoise(self, z, t, x_prev, w):
+        """Noisy z (B, L, D) at t (B,), the last guess x_prev (B, L, D), scale w (B,) -> x_hat (B, L, D)."""
+        return self.final_layer(self.trunk(z, t, x_prev, w, torch.zeros_like(t, dtype=torch.bool)))
+
+    def decode(self, z, w):
+        """(Almost) clean z (B, L, D), w (B,) -> logits (B, L, V). Time is 1, the last guess zero."""
+        t = torch.ones_like(w)
+        return self.unembed_hidden(self.trunk(z, t, torch.zeros_like(z), w, t.bool()))
+
+    def forward(self, z, t, x_prev, w, decode):
+        """Training: one trunk pass over a mixed batch, then each head on its own examples, in batch order.
+
+        Returns x_hat (B - n, L, D) of the denoise examples and logits (n, L, V) of the n decode examples.
+        """
+        h = self.trunk(z, t, x_prev, w, decode)
+        return self.final_layer(h[~decode]), self.unembed_hidden(h[decode])
+
+
+# ------------------------------------------------------------------------------------------ the path
+# One line each; the loss and both samplers are built from these three.
+
+
+def corrupt(x, t, noise):
+    """The straight path from noise to data: z_t = t x + (1 - t) noise. t is (B, 1), or (B, L) for one per token."""
+    return t[..., None] * x + (1 - t[..., None]) * noise
+
+
+def velocity(x_hat, z, t, floor):
+    """The x -> v converter, Eq. (1): where z (B, L, D) must go to reach x_hat in the time left after t (B,)."""
+    return (x_hat - z) / (1 - t).clamp(min=floor)[:, None, None]
+
+
+def euler(z, x_hat, t, t_next, floor):
+    """One step along the velocity, from t (B,) to t_next (B,)."""
+    return z + (t_next - t)[:, None, None] * velocity(x_hat, z, t, floor)
+
+
+# ------------------------------------------------------------------------------------------ the loss
+
+
+class Draws(NamedTuple):
+    """Every random number of a training step."""
+    decode: Tensor      # (B,) bool: these examples train the decode mode, the others denoise
+    self_cond: Tensor   # (B,) bool: denoise examples that get a first guess of x as a further input
+    t: Tensor           # (B,) time of the denoise examples
+    w: Tensor           # (B,) guidance scale
+    p: Tensor           # (B, L) how clean each token of a decode example is
+    eps: Tensor         # (B, L, D) standard Gaussian noise
+
+
+def draw(cfg, batch, generator):
+    """Draws for one batch. Counts are fixed, roles random: a fifth decode, half of the rest self-conditioned."""
+    n_decode = min(max(round(cfg.decode_share * batch), 1), batch - 2)
+    n_self_cond = (batch - n_decode + 1) // 2
+    role = torch.randperm(batch, generator=generator)
+    log_w = torch.rand(batch, generator=generator) * math.log((1 + cfg.w_max) / (1 + cfg.w_min))
+    return Draws(
+        decode=role < n_decode,
+        self_cond=(role >= n_decode) & (role < n_decode + n_self_cond),
+        t=torch.sigmoid(cfg.t_mean + cfg.t_std * torch.randn(batch, generator=generator)),
+        w=(1 + cfg.w_min) * log_w.exp() - 1,
+        p=torch.sigmoid(cfg.p_mean + cfg.p_std * torch.randn(batch, cfg.length, generator=generator)),
+        eps=torch.randn(batch, cfg.length, cfg.latent_dim, generator=generator))
+
+
+def guidance_target(v, v_sc, v_no, w):
+    """Eq. (5): guidance of strength w (B,) learned in training, so that sampling needs no second pass.
+
+    v is the true velocity, v_sc and v_no the network's with and without self-conditioning, all (B, L, D).
+    """
+    return v + (1 - 1 / w)[:, None, None] * (v_sc - v_no)
+
+
+def flow_loss(model, x, ids, counted, draws):
+    """The training loss (Algorithms 1 and 3): 0.8 MSE of the velocity + 0.2 cross-entropy of the tokens.
+
+    x (B, L, D) clean latents of ids (B, L); counted (B, L) bool, the positions that count; draws from `draw`.
+    Returns the loss and its two means, MSE over the denoise and CE over the decode examples' positions.
+    """
+    cfg = model.cfg
+    decode, sc, t, w, p, eps = draws
+    scale = torch.where(decode, cfg.decode_noise_scale, cfg.noise_scale)[:, None, None]
+    z = corrupt(x, torch.where(decode[:, None], p, t[:, None]), scale * eps)    # (B, L, D)
+    t = torch.where(decode, 1.0, t)
+
+    x_prev = torch.zeros_like(x)                    # the self-conditioning input: zero, or a first guess
+    with torch.no_grad():
+        x_no = model.denoise(z[sc], t[sc], x_prev[sc], w[sc])
+    x_prev[sc] = x_no
+    x_hat, logits = model(z, t, x_prev, w, decode)
+
+    denoise = ~decode
+    v_hat = velocity(x_hat, z[denoise], t[denoise], cfg.t_floor)
+    target = velocity(x[denoise], z[denoise], t[denoise], cfg.t_floor)
+    guided = sc[denoise]                            # on these, v_hat itself is the velocity with self-conditioning
+    v_no = velocity(x_no, z[sc], t[sc], cfg.t_floor)
+    target[guided] = guidance_target(target[guided], v_hat[guided].detach(), v_no, w[sc])
+
+    mse = (v_hat - target).square().mean(-1)[counted[denoise]]                  # (counted denoise positions,)
+    ce = F.cross_entropy(logits[counted[decode]], ids[decode][counted[decode]], reduction="none")
+    share = decode.float().mean()                   # fixed counts are whole numbers: undo the rounding
+    total = (cfg.decode_share / share) * ce.sum() + (1 - cfg.decode_share) / (1 - share) * mse.sum()
+    return total / counted.sum(), mse.mean(), ce.mean()
+
+
+# ------------------------------------------------------------------------------------------ the samplers
+
+
+def time_grid(cfg, steps, kind="logit_normal", generator=None):
+    """A grid of `steps` + 1 times from 0 to 1, dense where the noise is (App. C.2).
+
+    kind: `logit_normal` draws the inner times from training's law and sorts them, `quantile` takes the law's
+    quantiles instead, `uniform` spaces them evenly.
+    """
+    even = torch.arange(1, steps) / steps
+    if kind == "logit_normal":
+        inner = torch.sigmoid(cfg.t_mean + cfg.t_std * torch.randn(steps - 1, generator=generator)).sort().values
+    elif kind == "quantile":
+        inner = torch.sigmoid(cfg.t_mean + cfg.t_std * torch.special.ndtri(even))
+    elif kind == "uniform":
+        inner = even
+    else:
+        raise ValueError(f"grid={kind}: takes logit_normal, quantile or uniform")
+    return torch.cat([torch.zeros(1), inner, torch.ones(1)])
+
+
+def gaussian(like, generator):
+    """Standard Gaussian noise of the shape of `like`, from one generator or from a list with one per example."""
+    if isinstance(generator, (list, tuple)):
+        return torch.stack([torch.randn(like.shape[1:], generator=g) for g in generator]).to(like.device)
+    return torch.randn(like.shape, generator=generator).to(like.device)
+
+
+@torch.no_grad()
+def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
+    """Follows the flow from z (B, L, D), noise at t = 0; yields (t, z, x_hat) after every step of grid.
+
+    The arguments are those of `sample`. Algorithm 5 is the ODE, Algorithm 6 the SDE.
+    """
+    if sampler not in ("ode", "sde"):
+        raise ValueError(f"sampler={sampler}: takes ode or sde")
+    if sde_start not in ("paper", "released"):
+        raise ValueError(f"sde_start={sde_start}: takes paper or released")
+    cfg = model.cfg
+    times = grid.to(z)[:, None].expand(-1, len(z))                              # (steps + 1, B)
+    w = torch.full_like(times[0], w)                                            # (B,)
+    x_hat = torch.zeros_like(z)                                                 # no guess yet
+    for step, (t, t_next) in enumerate(pairwise(times), start=1):
+        z_in, t_in = z, t
+        if sampler == "sde" and step < len(times) - 1:                          # go back a little, with new noise
+            alpha = (1 - gamma * (t_next - t)).clamp(0, 1)
+            z_in, t_in = corrupt(z, alpha[:, None], cfg.noise_scale * gaussian(z, generator)), alpha * t
+        x_hat = model.denoise(z_in, t_in, x_hat, w)                             # the last guess is an input
+        if sde_start == "released":
+            z, t = z_in, t_in
+        z = euler(z, x_hat, t, t_next, cfg.t_floor)
+        yield t_next[0].item(), z, x_hat
+
+
+def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
+    """Carries noise z (B, L, D), already scaled, along grid (steps + 1,) to t = 1 and returns it there.
+
+    sampler: `ode`, or `sde`, which puts noise of strength gamma back before every call but the last.
+    w: guidance scale of self-conditioning. sde_start: where an SDE step starts from, `paper` the state before
+    the noise was put back (Algorithm 6), `released` the state after it. generator: one torch.Generator (CPU), or
+    a list with one per example, so that a sample doesn't depend on its batch. len(grid) - 1 network calls.
+    """
+    for _, z, _ in trajectory(model, z, grid, sampler, gamma, w, sde_start, generator):
+        pass
+    return z
+
+
+@torch.no_grad()
+def decode_ids(model, z, w=1.0):
+    """The last network call: z (B, L, D) at t = 1 -> token ids (B, L), the likeliest at each position."""
+    return model.decode(z, torch.full_like(z[:, 0, 0], w)).argmax(-1)
+
+
+# ==========================================================================================================
+# The method ends here. What follows brings models and encoders from disk and puts them there.
+# ==========================================================================================================
+
+
+
+def from_released(state):
+    """Released weights under this file's names: two matrices stored [in, out] become Linear weights [out, in]."""
+    state = {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in state.items()}
+    for name in ("proj", "unembed"):
+        state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
+        state[f"{name}.bias"] = state.pop(f"{name}_bias")
+    return state
+
+
+def nearest(name, names):
+    """What to say of an unknown name."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
+
+
+def read_value(name, value, kind):
+    """A value from the command line (text) or from JSON, as `kind`: int, float, bool or str."""
+    if isinstance(value, str) and kind is not str:
+        try:
+            value = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
+        except (ValueError, KeyError):
+            pass                                                    # it is still text, and refused below
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        takes = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
+        raise UserError(f"{name}={value}: takes {takes}")
+    return value
+
+
+def override(cfg, values):
+    """A copy of a Config (or of another dataclass of settings) with values, texts or typed, by name."""
+    fields = {f.name: f.type for f in dataclasses.fields(cfg)}
+    for name in values:
+        if name not in fields:
+            raise UserError(f"unknown key {name}: {nearest(name, fields)}")
+    return dataclasses.replace(cfg, **{name: read_value(name, value, fields[name]) for name, value in values.items()})
+
+
+def write_safely(path, write):
+    """Calls write(temporary path) and renames the result: whoever opens path finds a whole file, new or old."""
+    write(path + ".tmp")
+    os.replace(path + ".tmp", path)
+
+
+def save_model(folder, state, cfg):
+    """Writes weights (a state_dict) and settings to a folder that load_model reads."""
+    from safetensors.torch import save_file
+
+    def write_config(path):
+        with open(path, "w") as file:
+            json.dump(dataclasses.asdict(cfg), file, indent=1)
+    write_safely(f"{folder}/config.json", write_config)
+    write_safely(f"{folder}/model.safetensors", lambda path: save_file(state, path))
+
+
+def load_config(folder):
+    """The Config in a folder that save_model wrote. Raises UserError where there is none."""
+    try:
+        with open(f"{folder}/config.json") as file:
+            values = json.load(file)
+        if missing := [f.name for f in dataclasses.fields(Config) if f.name not in values]:
+            raise UserError(f"lacks {', '.join(missing)}")
+        return override(Config(), values)
+    except OSError:
+        raise UserError(f"{folder}: no model here (no config.json); give a folder that train.py wrote") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{folder}/config.json: not the settings of a model ({error})") from None
+
+
+def load_model(source, device="cpu"):
+    """The model in a folder that train.py wrote (its averaged weights), in eval mode, and its Config.
+
+    Raises UserError where the folder is none, is damaged, or holds weights that don't fit its settings.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    cfg = load_config(source)
+    with torch.device("meta"):
+        model = ELF(cfg)
+    try:
+        state = load_file(f"{source}/model.safetensors")
+        model.load_state_dict(state, assign=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{source}/model.safetensors: cannot be read, perhaps cut off ({error})") from None
+    except RuntimeError as error:                                   # torch names what is missing, unknown or misshapen
+        raise UserError(f"{source}: the weights don't fit config.json: {' '.join(str(error).split()[6:])}") from None
+    return model.to(device).eval(), cfg
+
+
+class Encoder:
+    """A frozen text encoder and its tokenizer: text <-> token ids -> latents."""
+
+    def __init__(self, model, tokenizer):
+        self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
+        self.eos = tokenizer.eos_token_id
+
+    @torch.no_grad()
+    def encode(self, ids, cfg):
+        """ids (B, L) -> latents (B, L, D), normalised."""
+        return (self.model(input_ids=ids).last_hidden_state - cfg.latent_mean) / cfg.latent_std
+
+    def save(self, folder):
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def pretrained(auto, source, **how):
+    """auto.from_pretrained(source) for a folder or a Hub id, failing in one line."""
+    try:
+        return auto.from_pretrained(source, **how)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{source}: no {auto.__name__.removeprefix('Auto')} in a folder or under a Hub id of that name "
+                        f"({str(error).splitlines()[0]})") from None
+
+
+def load_tokenizer(source):
+    """The tokenizer of a folder or a Hub id."""
+    from transformers import AutoTokenizer
+    return pretrained(AutoTokenizer, source)
+
+
+def load_encoder(source, device="cpu"):
+    """The frozen encoder of a folder or a Hub id, with its tokenizer."""
+    from transformers import AutoModelForTextEncoding
+    model = pretrained(AutoModelForTextEncoding, source, dtype=torch.float32)
+    return Encoder(model.to(device), load_tokenizer(source))
+
+
+def to_text(tokenizer, ids):
+    """Token ids (L,) -> text, cut at the first end-of-sequence token."""
+    ids = ids.tolist()
+    if tokenizer.eos_token_id in ids:
+        ids = ids[:ids.index(tokenizer.eos_token_id)]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
