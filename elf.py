@@ -37,10 +37,11 @@ def key(default, meaning):
 
 @dataclass(frozen=True)
 class Config:
-    """One run of the method. The defaults are the paper's ELF-B on OpenWebText (its tables 6 and 7)."""
+    """The method and its training. The defaults are the paper's ELF-B on OpenWebText (its tables 6 and 7)."""
     # data and encoder
     data: str = key("embedded-language-flows/openwebtext-t5", "what to train on: a text file, or `tiny` for the built-in language")
     encoder: str = key("google-t5/t5-small", "frozen encoder: Hub id, folder, or `scratch` to train a small one on the data first")
+    encoder_steps: int = key(400, "how long to train the encoder, where it is `scratch`")
     vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix")
     length: int = key(1024, "L: positions of a sequence")
     latent_dim: int = key(512, "D: width of the encoder's embeddings")
@@ -82,7 +83,7 @@ class Config:
         def need(ok, name, rule):
             if not ok:
                 raise UserError(f"{name}={getattr(self, name)}: {rule}")
-        for name in ("length", "latent_dim", "hidden", "depth", "heads", "bottleneck", "prefix", "sample_steps"):
+        for name in ("length", "latent_dim", "hidden", "depth", "heads", "bottleneck", "prefix", "encoder_steps", "sample_steps"):
             need(getattr(self, name) >= 1, name, "must be at least 1")
         need(self.hidden % (2 * self.heads) == 0, "heads", f"hidden={self.hidden} must be an even multiple of it")
         need(self.batch >= 3, "batch", "must be at least 3, so that each kind of example is in every batch")
@@ -477,6 +478,12 @@ def override(cfg, values):
     return dataclasses.replace(cfg, **{name: read_value(name, value, fields[name]) for name, value in values.items()})
 
 
+def one_line(error, limit=300):
+    """What an error says, for a message of one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else text[:limit] + " ..."
+
+
 def write_safely(path, write):
     """Calls write(temporary path) and renames the result: whoever opens path finds a whole file, new or old."""
     write(path + ".tmp")
@@ -522,9 +529,9 @@ def load_model(source, device="cpu"):
         state = load_file(f"{source}/model.safetensors")
         model.load_state_dict(state, assign=True)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{source}/model.safetensors: cannot be read, perhaps cut off ({error})") from None
+        raise UserError(f"{source}/model.safetensors: cannot be read, perhaps cut off ({one_line(error)})") from None
     except RuntimeError as error:                                   # torch names what is missing, unknown or misshapen
-        raise UserError(f"{source}: the weights don't fit config.json: {' '.join(str(error).split()[6:])}") from None
+        raise UserError(f"{source}: the weights don't fit config.json: {one_line(error)}") from None
     return model.to(device).eval(), cfg
 
 
@@ -541,17 +548,21 @@ class Encoder:
         return (self.model(input_ids=ids).last_hidden_state - cfg.latent_mean) / cfg.latent_std
 
     def save(self, folder):
+        from transformers.utils.logging import disable_progress_bar
+        disable_progress_bar()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
 def pretrained(auto, source, **how):
     """auto.from_pretrained(source) for a folder or a Hub id, failing in one line."""
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
     try:
         return auto.from_pretrained(source, **how)
     except (OSError, ValueError) as error:
         raise UserError(f"{source}: no {auto.__name__.removeprefix('Auto')} in a folder or under a Hub id of that name "
-                        f"({str(error).splitlines()[0]})") from None
+                        f"({one_line(error)})") from None
 
 
 def load_tokenizer(source):

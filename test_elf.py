@@ -1,11 +1,29 @@
+"""Tests: golden figures, the mathematics, the tiny language, the two programs, bad input."""
+import dataclasses
+import json
 import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import elf
-from sample import seeded
+import sample
+import tiny_config
+import train
 from elf import ELF, Config
+from sample import seeded
+from train import PRESETS
+
+HERE = Path(__file__).parent
 
 GOLDEN = Config(latent_dim=8, length=6, hidden=24, depth=2, heads=3, bottleneck=4, vocab=11, batch=5)
 
@@ -349,3 +367,454 @@ def test_draws_follow_their_laws():
     assert log_w.mean().item() == pytest.approx((math.log(1.5) + math.log(6)) / 2, abs=0.01)
     assert log_w.std().item() == pytest.approx(math.log(4) / math.sqrt(12), abs=0.01)
     assert draws.eps.std().item() == pytest.approx(1, abs=0.02)
+
+
+# ------------------------------------------------------------------------------- the tiny language
+
+
+def test_the_language_is_large_and_training_sees_little_of_it():
+    assert tiny_config.POSSIBLE >= 1e6
+    texts = tiny_config.training_stories()
+    assert len(set(texts)) == len(texts) <= 0.05 * tiny_config.POSSIBLE
+    assert not set(texts) & set(tiny_config.heldout_stories())
+
+
+def test_every_story_is_valid_and_fits_the_tiny_preset():
+    for text in tiny_config.training_stories()[:5000]:
+        assert tiny_config.broken_rules(text) == []
+        assert len(text.split()) < PRESETS["tiny"].length           # there is room for an end
+
+
+def test_each_rule_is_checked():
+    good = "mia lost two red kites at the pond . she looked for them all day . mia found the red kites at noon ."
+    assert tiny_config.broken_rules(good) == []
+    for old, new, rule in [("two red kites", "two red kite", "thing fits number"), ("she", "he", "she/he fits name"),
+                           ("them", "it", "it/them fits number"), ("looked for", "waited for", "middle fits opening"),
+                           ("found", "mended", "ending fits opening"), (". mia", ". ana", "name comes back"),
+                           ("the red", "the blue", "colour comes back"), ("red kites at noon", "red balls at noon", "thing comes back"),
+                           ("red kites at noon", "red kite at noon", "thing comes back")]:
+        assert old in good and rule in tiny_config.broken_rules(good.replace(old, new)), rule
+    for bad in ("", good[:-2], good + " .", good.replace("mia lost", "mia mia lost"), good.replace(" at noon", ""), good.upper()):
+        assert tiny_config.broken_rules(bad) == ["form"]
+
+
+def test_a_changed_word_is_only_valid_where_the_language_has_that_story():
+    """The checker against the generator: all one-word changes of a story, compared with the set of all stories near it."""
+    choice = ["mia", "lost", "two", "red", "kite", "at the pond", "all day", "at noon"]
+    near = {tiny_config.story(*choice[:i], other, *choice[i + 1:]) for i, slot in enumerate(tiny_config.SLOTS) for other in slot}
+    words = tiny_config.story(*choice).split()
+    vocabulary = {word for text in near for word in text.split()}
+    for i in range(len(words)):
+        for word in vocabulary:
+            text = " ".join(words[:i] + [word] + words[i + 1:])
+            assert (tiny_config.broken_rules(text) == []) == (text in near), text
+
+
+def test_a_trigram_model_writes_few_valid_stories():
+    following = defaultdict(list)
+    for text in tiny_config.training_stories():
+        words = ["", "", *text.split(), ""]
+        for a, b, c in zip(words, words[1:], words[2:]):
+            following[a, b].append(c)
+    rng, valid = random.Random(0), 0
+    for _ in range(1000):
+        words = ["", ""]
+        while len(words) < 60 and (word := rng.choice(following[tuple(words[-2:])])):
+            words.append(word)
+        valid += not tiny_config.broken_rules(" ".join(words[2:]))
+    assert valid / 1000 < 0.2
+
+
+# ------------------------------------------------------------------------------- measures
+
+
+def test_entropies_by_hand():
+    one, pooled = sample.token_entropies([[5, 5, 6, 6, 1, 9, 9], [7, 1]], eos=1)
+    assert one == pytest.approx((math.log(2) + 0) / 2)              # {5: 2, 6: 2} and {7: 1}; what follows the end is out
+    assert pooled == pytest.approx(-(0.4 * math.log(0.4) * 2 + 0.2 * math.log(0.2)))
+    assert sample.token_entropies([[1, 5]], eos=1) == (0, 0)
+
+
+def test_text_measures_by_hand():
+    source = "The cat sat.\nOn the mat, the CAT slept!"
+    got = tiny_config.judge_text(["the cat flew", "on the mat the cat slept well", ""], source)
+    assert got == {"known_words": pytest.approx(8 / 10), "longest_copy": 6}
+    assert tiny_config.judge_text(["hecat satonthe"], source) == {"known_words": 0, "longest_copy": 0}
+
+
+def test_story_measures():
+    old, new = tiny_config.training_stories()[0], tiny_config.heldout_stories()[0]
+    assert tiny_config.judge_stories([old, new, "mia", ""]) == {"valid": 0.5, "novel": 0.5}
+
+
+# ------------------------------------------------------------------------------- Muon, schedule, average, data order
+
+
+def plain_muon(weights, grads, lr, momentum):
+    """The update of one matrix after a list of gradients, from the formulas in float64."""
+    buffer = torch.zeros_like(weights)
+    for grad in grads:
+        buffer = momentum * buffer + grad
+        x = grad + momentum * buffer
+        x = x / x.norm()
+        transposed = x.shape[0] > x.shape[1]
+        x = x.T if transposed else x
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = x.T if transposed else x
+        weights = weights - lr * max(1, weights.shape[0] / weights.shape[1]) ** 0.5 * x
+    return weights
+
+
+def test_muon_equals_a_plain_computation_matrix_by_matrix():
+    shapes = [(8, 8), (12, 4), (4, 12), (12, 4)]                    # square, tall, wide, and one to be stacked
+    weights = [nn.Parameter(torch.randn(shape, generator=seeded(1, i))) for i, shape in enumerate(shapes)]
+    grads = [[torch.randn(shape, generator=seeded(2, i, step)) for step in range(3)] for i, shape in enumerate(shapes)]
+    want = [plain_muon(w.detach().double(), [g.double() for g in gs], 0.1, 0.95) for w, gs in zip(weights, grads)]
+    optimizer = train.Muon(weights, lr=0.1)
+    for step in range(3):
+        for w, gs in zip(weights, grads):
+            w.grad = gs[step].clone()
+        optimizer.step()
+    for w, expected in zip(weights, want):
+        torch.testing.assert_close(w.detach().double(), expected, rtol=0, atol=1e-5)
+
+
+def test_muon_has_the_matrices_and_adam_the_rest():
+    model = ELF(GOLDEN)
+    (muon, _), (adam, _) = train.make_optimizers(model, GOLDEN)
+    in_muon, in_adam = ({id(p) for p in o.param_groups[0]["params"]} for o in (muon, adam))
+    for name, p in model.named_parameters():
+        assert (id(p) in in_muon) == (p.ndim == 2) and (id(p) in in_adam) == (p.ndim != 2), name
+
+
+def test_schedule():
+    cfg = Config(steps=100, warmup=0.1, cooldown=0.3)
+    rates = [train.schedule(step, cfg) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9:71] == [1] * 62 and rates[99] == pytest.approx(1 / 30)
+    assert [train.schedule(step, Config(steps=5, warmup=0.0)) for step in range(5)] == [1] * 5
+
+
+def test_average_is_warmed_up():
+    """After 30 steps a decay of 0.9999 alone would have left 99.7 % of the first weights."""
+    model = nn.Linear(1, 1, bias=False)
+    average = train.make_average(model, 0.9999)
+    want = None
+    for n in range(30):
+        nn.init.constant_(model.weight, float(n))
+        average.update_parameters(model)
+        decay = min(0.9999, (1 + n) / (10 + n))
+        want = float(n) if want is None else decay * want + (1 - decay) * n
+    assert average.module.weight.item() == pytest.approx(want, rel=1e-5)
+    assert want > 20
+
+
+def test_batches_run_through_every_row_once_an_epoch_in_a_new_order():
+    rows = torch.cat([train.batch_rows(step, 4, 10, seed=3) for step in range(5)]).tolist()        # two epochs of 10 rows
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10)) and rows[:10] != rows[10:]
+    assert train.batch_rows(2, 4, 10, seed=3).tolist() == rows[8:12]
+    assert train.batch_rows(0, 4, 10, seed=4).tolist() != rows[:4]
+
+
+# ------------------------------------------------------------------------------- the programs
+
+SMALL = ["--hidden=32", "--depth=1", "--heads=2", "--latent_dim=16", "--bottleneck=8", "--batch=8", "--steps=40",
+         "--encoder_steps=20", "--sample_steps=4", "--eval_every=20", "--device=cpu"]
+
+
+@pytest.fixture
+def few_stories(monkeypatch):
+    """The first 300 stories are enough to test the programs."""
+    texts = tiny_config.training_stories()[:300]
+    monkeypatch.setattr(tiny_config, "training_stories", lambda: texts)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """What a whole run of 40 steps leaves behind."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    texts = tiny_config.training_stories()[:300]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_config, "training_stories", lambda: texts)
+        train.main(["--config=tiny", f"--out_dir={folder}", *SMALL])
+    return folder
+
+
+def weights_of(folder):
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def assert_same(a, b):
+    """Equal bit for bit, all the way down."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            assert_same(a[name], b[name])
+    elif isinstance(a, list):
+        assert len(a) == len(b)
+        for left, right in zip(a, b):
+            assert_same(left, right)
+    else:
+        assert a == b
+
+
+def refused(capsys, program, *argv):
+    """Runs a program that must refuse its input: exit code 2 and one line, which is returned."""
+    with pytest.raises(SystemExit) as stop:
+        sample.run(program.main, list(map(str, argv)))
+    assert stop.value.code == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("error: ") and "\n" not in line
+    return line
+
+
+def test_a_run_leaves_all_its_files(run_folder):
+    for name in ("config.json", "model.safetensors", "state.pt", "metrics.jsonl", "samples.txt", "loss.png", "encoder"):
+        assert (run_folder / name).exists(), name
+    entries = [json.loads(line) for line in open(run_folder / "metrics.jsonl")]
+    assert {"heldout_mse", "heldout_ce", "valid"} <= set().union(*entries)
+    held_out = [entry["heldout_ce"] for entry in entries if "heldout_ce" in entry]
+    assert len(held_out) == 2 and held_out[1] < held_out[0]         # it learns
+    assert not list(run_folder.glob("*.tmp"))
+
+
+def test_same_seed_same_bits(run_folder, tmp_path, few_stories):
+    train.main(["--config=tiny", f"--out_dir={tmp_path / 'again'}", *SMALL])
+    assert_same(weights_of(run_folder), weights_of(tmp_path / "again"))
+    train.main(["--config=tiny", f"--out_dir={tmp_path / 'other'}", "--seed=1", *SMALL])
+    assert not torch.equal(weights_of(run_folder)["model"]["proj.weight"], weights_of(tmp_path / "other")["model"]["proj.weight"])
+
+
+def test_a_saved_model_is_the_average_and_generates(run_folder, tmp_path, capsys):
+    model, cfg = elf.load_model(str(run_folder))
+    assert not model.training and cfg.steps == 40
+    state = weights_of(run_folder)
+    assert torch.equal(model.proj.weight, state["average"]["module.proj.weight"])
+    assert not torch.equal(model.proj.weight, state["model"]["proj.weight"])
+
+    out, table = tmp_path / "texts.jsonl", tmp_path / "table.json"
+    sample.main([f"--model={run_folder}", "--n=5", f"--out={out}", f"--json={table}"])
+    first = [json.loads(line) for line in open(out)]
+    assert [line["id"] for line in first] == list(range(5))
+    sample.main([f"--model={run_folder}", "--n=5", "--batch=2", f"--out={out}"])
+    assert [json.loads(line) for line in open(out)] == first        # the same seed, another batch
+    sample.main([f"--model={run_folder}", "--n=5", "--seed=1", f"--out={out}"])
+    assert [json.loads(line) for line in open(out)] != first
+    row, = json.load(open(table))
+    assert {"sampler", "steps", "gamma", "w", "n", "seconds", "entropy", "data_entropy", "valid", "novel", "distinct"} <= row.keys()
+
+
+def test_a_sweep_ends_in_a_table_and_repeats_nothing(run_folder, tmp_path, capsys):
+    table = tmp_path / "table.json"
+    sample.main([f"--model={run_folder}", "--n=3", "--sampler=ode,sde", "--steps=1,2", "--gamma=0.5,1", f"--json={table}"])
+    rows = json.load(open(table))
+    assert [(r["sampler"], r["steps"], r["gamma"]) for r in rows] == [
+        ("ode", 1, 0), ("ode", 2, 0), ("sde", 1, 0.5), ("sde", 1, 1), ("sde", 2, 0.5), ("sde", 2, 1)]
+    assert "sampler" in capsys.readouterr().out.splitlines()[-len(rows) - 1]
+
+
+def test_trace_shows_each_step_and_marks_changes(run_folder, capsys):
+    sample.main([f"--model={run_folder}", "--trace", "--steps=5"])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 5 and lines[-1].startswith("t=1.000") and "[" not in lines[0]
+    assert "[" in "".join(lines[1:])
+
+
+DYING = """
+import os, signal, sys, tiny_config, train
+texts = tiny_config.training_stories()[:300]
+tiny_config.training_stories = lambda: texts
+whole = train.Trainer.train_step
+def step(self):
+    if self.step == 25:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(self)
+train.Trainer.train_step = step
+train.main(sys.argv[1:])
+"""
+
+
+def test_resume_after_kill_9_is_exact(run_folder, tmp_path, few_stories, capsys):
+    folder = tmp_path / "killed"
+    killed = subprocess.run([sys.executable, "-c", DYING, "--config=tiny", f"--out_dir={folder}", *SMALL], cwd=HERE)
+    assert killed.returncode == -signal.SIGKILL
+    assert weights_of(folder)["step"] == 20
+    train.main(["--config=tiny", f"--out_dir={folder}", "--resume", "--eval_every=20"])
+    assert_same(weights_of(folder), weights_of(run_folder))
+    steps = [[json.loads(line)["step"] for line in open(f / "metrics.jsonl")] for f in (folder, run_folder)]
+    assert steps[0] == steps[1]                                     # no entry twice, none missing
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupts_save_and_say_how_to_go_on(run_folder, tmp_path, few_stories, monkeypatch, capsys, number):
+    folder, whole = tmp_path / "stopped", train.Trainer.train_step
+
+    def step(self):
+        if self.step == 6:
+            signal.raise_signal(number)
+        return whole(self)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "train_step", step)
+        with pytest.raises(SystemExit) as stop:
+            train.main(["--config=tiny", f"--out_dir={folder}", *SMALL])
+    assert stop.value.code == 1 and weights_of(folder)["step"] == 7
+    message = capsys.readouterr().err
+    assert "step 7" in message and f"--out_dir={folder} --resume" in message
+    train.main(["--config=tiny", f"--out_dir={folder}", "--resume", "--eval_every=20"])
+    assert_same(weights_of(folder), weights_of(run_folder))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(tmp_path, few_stories, monkeypatch, capsys):
+    folder, whole = tmp_path / "nan", train.Trainer.loss
+
+    def loss(self, model, ids, generator):
+        result = whole(self, model, ids, generator)
+        return (result[0] * float("nan"), *result[1:]) if self.step == 25 else result
+    monkeypatch.setattr(train.Trainer, "loss", loss)
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--config=tiny", f"--out_dir={folder}", *SMALL])
+    assert stop.value.code == 1 and "step 26" in capsys.readouterr().err
+    assert weights_of(folder)["step"] == 20 and elf.load_model(folder)
+
+
+def test_a_kill_during_a_checkpoint_write_leaves_the_previous_one(run_folder, tmp_path, monkeypatch):
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder, folder)
+    before = weights_of(folder)
+    trainer = train.Trainer(elf.load_config(folder), 0, None, torch.zeros(1, 1), "cpu")
+
+    def cut_off(state, path):
+        with open(path, "wb") as file:
+            file.write(b"half a checkpoint")
+        raise KeyboardInterrupt                                     # stands for the kill: nothing after it runs
+    monkeypatch.setattr(torch, "save", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.save(folder)
+    assert_same(weights_of(folder), before)
+    assert elf.load_model(folder)
+
+
+# ------------------------------------------------------------------------------- bad input
+
+
+def test_an_existing_folder_is_not_overwritten(run_folder, capsys):
+    before = (run_folder / "state.pt").read_bytes()
+    line = refused(capsys, train, "--config=tiny", f"--out_dir={run_folder}")
+    assert "--resume" in line and "--out_dir" in line
+    assert (run_folder / "state.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--config=tiny", "--hiden=3"], ["hiden", "hidden"]), (["--config=tinny"], ["tinny", "tiny"]), ([], ["config", "owt_b"]),
+    (["--config=tiny", "--hidden=wide"], ["hidden", "wide", "whole number"]), (["--config=tiny", "--lr=nan"], ["lr", "nan"]),
+    (["--config=tiny", "--lr"], ["lr", "value"]), (["--config=tiny", "--resume=maybe"], ["resume", "maybe"]), (["tiny"], ["tiny"]),
+    (["--config=tiny", "--heads=3"], ["heads", "3"]), (["--config=tiny", "--batch=2"], ["batch", "2"]),
+    (["--config=tiny", "--data=/no/such/file"], ["/no/such/file"]), (["--config=tiny", "--device=abacus"], ["abacus"])])
+def test_train_refuses_in_one_line(tmp_path, capsys, argv, words):
+    line = refused(capsys, train, *argv, f"--out_dir={tmp_path / 'new'}")
+    assert all(word in line for word in words), line
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content, word", [
+    (b"", "empty"), (b" \n", "empty"), (b"caf\xe9 au lait", "UTF-8"), (b"\x00\x01\x02" * 99, "zero bytes"), (b"too short", "tokens")])
+def test_bad_text_files_are_refused(tmp_path, capsys, content, word):
+    (tmp_path / "text.txt").write_bytes(content)
+    line = refused(capsys, train, "--config=tiny_text", f"--data={tmp_path}/text.txt", f"--out_dir={tmp_path / 'new'}")
+    assert word in line and "text.txt" in line
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("argv, words", [
+    ([], ["--model"]), (["--model=/no/such/folder"], ["/no/such/folder"]), (["--model={}", "--steps=4,x"], ["steps", "x"]),
+    (["--model={}", "--steps=0"], ["steps"]), (["--model={}", "--sampler=heun"], ["sampler", "heun"]), (["--model={}", "--w=0"], ["w"]),
+    (["--model={}", "--n=0"], ["n"]), (["--model={}", "--step=3"], ["step", "steps"]), (["--model={}", "--out=/no/such/x.jsonl"], ["/no/such"]),
+    (["--model={}", "--steps=1,2", "--out=x.jsonl"], ["--out"])])
+def test_sample_refuses_in_one_line(run_folder, capsys, argv, words):
+    line = refused(capsys, sample, *(arg.format(run_folder) for arg in argv))
+    assert all(word in line for word in words), line
+
+
+def damage(folder, name, change):
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(change(data))
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:len(data) // 2], lambda data: b"", lambda data: b"something else"])
+def test_damaged_files_are_refused(run_folder, tmp_path, capsys, few_stories, change):
+    for name, program in (("state.pt", train), ("model.safetensors", sample), ("config.json", sample)):
+        folder = tmp_path / name
+        shutil.copytree(run_folder, folder)
+        damage(folder, name, change)
+        left = (folder / name).read_bytes()
+        argv = ["--config=tiny", f"--out_dir={folder}", "--resume"] if program is train else [f"--model={folder}"]
+        assert name in refused(capsys, program, *argv)
+        assert (folder / name).read_bytes() == left
+
+
+def test_missing_and_foreign_checkpoints_are_refused(run_folder, tmp_path, capsys, few_stories):
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder, folder)
+    argv = ["--config=tiny", f"--out_dir={folder}", "--resume"]
+    assert "seed" in refused(capsys, train, *argv, "--seed=7")
+    assert "hidden" in refused(capsys, train, *argv, "--hidden=64")
+    torch.save({"step": 3, "weights": torch.zeros(2)}, folder / "state.pt")
+    assert "not a checkpoint" in refused(capsys, train, *argv)
+    (folder / "state.pt").unlink()
+    assert "no state.pt" in refused(capsys, train, *argv)
+    assert "config.json" in refused(capsys, train, "--config=tiny", f"--out_dir={tmp_path / 'nothing'}", "--resume")
+
+
+def test_a_checkpoint_with_code_is_refused_and_not_run(run_folder, tmp_path, capsys, few_stories):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "exploded"),)
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder, folder)
+    torch.save({"step": 0, "bomb": Bomb()}, folder / "state.pt")
+    assert "refused" in refused(capsys, train, "--config=tiny", f"--out_dir={folder}", "--resume")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_weights_that_do_not_fit_say_what_differs(run_folder, tmp_path, capsys):
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    for changes, words in (({"depth": 2}, ["blocks.1.norm1.weight"]), ({"latent_dim": 8}, ["proj.weight", "16", "8"]),
+                           ({"hiden": 3}, ["hiden", "hidden"]), ({"depth": "two"}, ["depth", "two"])):
+        (folder / "config.json").write_text(json.dumps(settings | changes))
+        line = refused(capsys, sample, f"--model={folder}")
+        assert all(word in line for word in words), line
+    del settings["heads"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    assert "heads" in refused(capsys, sample, f"--model={folder}")
+
+
+@pytest.mark.parametrize("program, groups", [(train, [train.Options(), Config()]), (sample, [sample.Options()])])
+def test_help_lists_every_key_with_default_and_meaning(capsys, program, groups):
+    with pytest.raises(SystemExit) as stop:
+        program.main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for group in groups:
+        for f in dataclasses.fields(group):
+            assert f"--{f.name}={f.default} " in text and f.metadata["help"] in text
+
+
+def test_a_text_file_trains_and_generates(tmp_path, capsys):
+    rng = random.Random(0)
+    text = "\n".join(" ".join(rng.choice(["sun", "moon", "été", "naïve"]) for _ in range(8)) for _ in range(300))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    folder = tmp_path / "run"
+    train.main(["--config=tiny_text", f"--data={tmp_path}/text.txt", f"--out_dir={folder}", "--vocab=280", "--length=16", *SMALL])
+    sample.main([f"--model={folder}", "--n=2", f"--json={tmp_path}/table.json"])
+    row, = json.load(open(tmp_path / "table.json"))
+    assert row["data_entropy"] > 0 and {"known_words", "longest_copy"} <= row.keys()
+    # packing: the blocks, held-out ones included, are the text, but for an incomplete last block
+    cfg, encoder, ids, heldout = train.load_data(elf.load_config(folder), 0, "cpu", f"{folder}/encoder")
+    packed = encoder.tokenizer.decode(torch.cat([ids, heldout]).flatten().tolist())
+    assert (text + "</s>").startswith(packed) and len(text) - len(packed) < 16 * 5

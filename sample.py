@@ -1,0 +1,248 @@
+"""Text from a trained model, and how good it is.
+
+    python sample.py --model=out/tiny                                                  a few texts
+    python sample.py --model=out/tiny --n=512 --sampler=ode,sde --steps=4,8,16,32      a table of measures
+    python sample.py --model=out/tiny --trace                                          one text taking shape
+"""
+import dataclasses
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+import elf
+import tiny_config
+from elf import UserError, key
+
+
+@dataclass(frozen=True)
+class Options:
+    """Keys, their defaults and meanings; steps, sampler, gamma, w, grid and sde_start take comma lists, to sweep."""
+    model: str = key("", "the model: a folder that train.py wrote")
+    n: int = key(8, "how many texts")
+    steps: str = key("", "steps from noise to data, not counting the decode call (empty: the model's sample_steps)")
+    sampler: str = key("sde", "sde puts some noise back before each step, ode doesn't")
+    gamma: str = key("", "how much noise an SDE step puts back (empty: the model's gamma)")
+    w: str = key("", "guidance scale of self-conditioning, 1 is none (empty: the model's w)")
+    grid: str = key("logit_normal", "the steps' times: logit_normal, uniform or quantile")
+    sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back")
+    seed: int = key(0, "the same seed gives the same texts")
+    batch: int = key(128, "texts made together; the texts don't depend on it")
+    out: str = key("", "write the texts to this .jsonl file")
+    json: str = key("", "write the closing table to this .json file")
+    data: str = key("", "a text file to compare the words with (empty: what the model was trained on, if it is there)")
+    trace: bool = key(False, "show one text taking shape, step by step, changed tokens in [brackets]")
+    device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
+
+
+SWEEPS = {"sampler": str, "steps": int, "gamma": float, "w": float, "grid": str, "sde_start": str}   # take comma lists
+
+# ------------------------------------------------------------------------------------------ command line
+
+
+def parse(argv, about, *groups):
+    """`--key=value` arguments as a dict of texts. On --help prints all keys of the dataclasses and leaves."""
+    kinds = {f.name: f.type for group in groups for f in dataclasses.fields(group)}
+    if {"-h", "--help"} & set(argv):
+        print(about.strip())
+        for group in groups:
+            print("\n" + group.__doc__)
+            for f in dataclasses.fields(group):
+                print(f"  --{f.name}={getattr(group, f.name)}".ljust(34), f.metadata["help"])
+        raise SystemExit(0)
+    values = {}
+    for arg in argv:
+        name, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or name not in kinds:
+            raise UserError(f"unknown key {arg}: {elf.nearest(name, kinds)} (--help lists every key)")
+        if not equals and kinds[name] is not bool:
+            raise UserError(f"--{name} needs a value: --{name}=...")
+        values[name] = value if equals else "true"
+    return values
+
+
+def run(main, argv):
+    """Runs a program: a user's error ends as one line and exit code 2."""
+    try:
+        main(argv)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def pick_device(name):
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=best if name == "auto" else name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device={name}: not to be had on this machine ({elf.one_line(error)})") from None
+
+
+# ------------------------------------------------------------------------------------------ generation
+
+
+def seeded(*numbers):
+    """A generator of its own for each tuple of whole numbers."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def start(cfg, seed, ids, device):
+    """Starting noise (B, L, D) of the samples `ids`, and the generator of each: no sample depends on the others."""
+    generators = [seeded(seed, 1, i) for i in ids]
+    shape = torch.empty(len(generators), cfg.length, cfg.latent_dim, device=device)
+    return cfg.noise_scale * elf.gaussian(shape, generators), generators
+
+
+def generate(model, n, seed, batch, grid="logit_normal", steps=32, **how):
+    """n samples as token ids (n, L). `how` are keyword arguments of elf.sample."""
+    cfg, device = model.cfg, next(model.parameters()).device
+    times = elf.time_grid(cfg, steps, grid, seeded(seed, 0))
+    ids = []
+    for first in range(0, n, batch):
+        z, generators = start(cfg, seed, range(first, min(first + batch, n)), device)
+        z = elf.sample(model, z, times, generator=generators, **how)
+        ids.append(elf.decode_ids(model, z, how["w"]).cpu())
+    return torch.cat(ids)
+
+
+def trace(model, tokenizer, seed, grid, steps, **how):
+    """Prints what the prediction of each step reads as, tokens that changed since the step before in brackets."""
+    z, generators = start(model.cfg, seed, [0], next(model.parameters()).device)
+    times = elf.time_grid(model.cfg, steps, grid, seeded(seed, 0))
+    before = None
+    for t, z, x_hat in elf.trajectory(model, z, times, generator=generators, **how):
+        ids = elf.decode_ids(model, x_hat if t < 1 else z, how["w"])[0].tolist()
+        pieces = [tokenizer.decode([i]) for i in ids if i != tokenizer.eos_token_id]
+        marked = [p if before is None or i == b else f"[{p}]" for p, i, b in zip(pieces, ids, before or ids)]
+        print(f"t={t:.3f}  {' '.join(marked)}")
+        before = ids
+
+
+# ------------------------------------------------------------------------------------------ measures
+
+
+def entropy(counts):
+    """Entropy in nats of a Counter of tokens."""
+    total = sum(counts.values())
+    return -sum(n / total * math.log(n / total) for n in counts.values())
+
+
+def token_entropies(rows, eos):
+    """(mean entropy per sample, entropy of all samples pooled) over tokens up to the first EOS, in nats."""
+    rows = [row[:row.index(eos)] if eos in row else row for row in rows]
+    each = [Counter(row) for row in rows if row]
+    if not each:
+        return 0.0, 0.0
+    return sum(map(entropy, each)) / len(each), entropy(sum(each, Counter()))
+
+
+def measure(tokenizer, rows, texts, reference):
+    """The measures of one setting, as the entries of its table row. rows: token ids, texts: the same as text."""
+    out = dict(zip(("entropy", "entropy_pooled"), token_entropies(rows, tokenizer.eos_token_id)))
+    out["distinct"] = len(set(texts)) / len(texts)
+    if reference is not None:
+        data_rows, judge = reference
+        data = token_entropies(data_rows, tokenizer.eos_token_id)
+        out |= dict(zip(("data_entropy", "data_entropy_pooled"), data)) | judge(texts)
+    return out
+
+
+def load_reference(cfg, tokenizer, path, n):
+    """What samples are compared with: n texts of the data as token ids, and a function texts -> measures.
+
+    None where the data isn't at hand.
+    """
+    if cfg.data == "tiny":
+        return [tokenizer.encode(text) for text in tiny_config.heldout_stories()[:n]], tiny_config.judge_stories
+    if not path and not os.path.isfile(cfg.data):
+        return None
+    text = tiny_config.read_text(path or cfg.data)
+    ids = tokenizer.encode(text)
+    rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
+    return rows[::max(len(rows) // n, 1)][:n], lambda texts: tiny_config.judge_text(texts, text)
+
+
+def table(rows):
+    """Rows (dicts) as aligned columns."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names] + [[f"{row[n]:.3f}" if isinstance(row.get(n), float) else str(row.get(n, "")) for n in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
+
+
+# ------------------------------------------------------------------------------------------ the program
+
+
+def settings(options, cfg):
+    """The settings to sample with: every combination of the comma lists, each once."""
+    lists = []
+    for name, kind in SWEEPS.items():
+        default = {"steps": cfg.sample_steps, "gamma": cfg.gamma, "w": cfg.w}.get(name)
+        given = getattr(options, name) or str(default)
+        lists.append([elf.read_value(f"--{name}", value, kind) for value in given.split(",")])
+    found = []
+    for combination in itertools.product(*lists):
+        how = dict(zip(SWEEPS, combination))
+        for name, ok in (("steps", how["steps"] >= 1), ("gamma", how["gamma"] >= 0), ("w", how["w"] > 0),
+                         ("sampler", how["sampler"] in ("ode", "sde")), ("sde_start", how["sde_start"] in ("paper", "released")),
+                         ("grid", how["grid"] in ("logit_normal", "uniform", "quantile"))):
+            if not ok:
+                raise UserError(f"--{name}={how[name]}: see --help for what it takes")
+        if how["sampler"] == "ode":                         # which has no noise: don't sample the same thing twice
+            how |= {"gamma": 0.0, "sde_start": "paper"}
+        if how not in found:
+            found.append(how)
+    return found
+
+
+def main(argv):
+    options = elf.override(Options(), parse(argv, __doc__, Options()))
+    if not options.model:
+        raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
+    for name in ("n", "batch"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
+    for path in filter(None, (options.out, options.json)):
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise UserError(f"{path}: its folder does not exist")
+    model, cfg = elf.load_model(options.model, pick_device(options.device))
+    sweep = settings(options, cfg)
+    if len(sweep) > 1 and (options.out or options.trace):
+        raise UserError("--out and --trace take one setting, not a sweep")
+    tokenizer = elf.load_tokenizer(f"{options.model}/encoder")
+    if options.trace:
+        return trace(model, tokenizer, options.seed, **sweep[0])
+
+    reference, lines = load_reference(cfg, tokenizer, options.data, options.n), []
+    for how in sweep:
+        began = time.time()
+        rows = generate(model, options.n, options.seed, options.batch, **how)
+        seconds = time.time() - began
+        texts = [elf.to_text(tokenizer, row) for row in rows]
+        lines.append(how | {"n": options.n, "seconds": seconds} | measure(tokenizer, rows.tolist(), texts, reference))
+        if len(sweep) > 1:
+            print(f"{len(lines)}/{len(sweep)}", ", ".join(f"{k}={v}" for k, v in how.items()), "|", texts[0][:100], flush=True)
+    if len(sweep) == 1:
+        print("\n\n".join(texts[:16]) + (f"\n\n... and {len(texts) - 16} more" if len(texts) > 16 else ""))
+    print("\n" + table(lines))
+    if options.out:
+        with open(options.out, "w", encoding="utf-8") as file:
+            for i, text in enumerate(texts):
+                file.write(json.dumps({"id": i, "text": text}, ensure_ascii=False) + "\n")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(lines, file, indent=1)
+
+
+if __name__ == "__main__":
+    run(main, sys.argv[1:])

@@ -1,0 +1,225 @@
+"""What a laptop needs to run ELF offline: a tiny language with an exact checker, and a small encoder.
+
+`tiny` learns a language of short stories that is written down here, so that every sample can be judged exactly:
+it either obeys all the rules or it doesn't. `tiny_text` learns any text file you give it. Both train a small T5
+encoder from scratch first (about half a minute) and freeze it, as the full-size runs freeze a pretrained one.
+"""
+import functools
+import math
+import os
+import random
+import re
+import urllib.request
+
+import torch
+import torch.nn.functional as F
+
+from elf import Config, UserError, write_safely
+
+PRESETS = {
+    "tiny": Config(data="tiny", encoder="scratch", vocab=0, length=26, latent_dim=64, latent_std=0.0,
+                   hidden=128, depth=4, heads=4, bottleneck=48, prefix=2,
+                   noise_scale=1.0, decode_noise_scale=1.0,
+                   batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998,
+                   sample_steps=32, gamma=1.0, w=1.0),
+    "tiny_text": Config(data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+                        encoder="scratch", vocab=1024, length=64, latent_dim=64, latent_std=0.0,
+                        hidden=192, depth=4, heads=6, bottleneck=48, prefix=2,
+                        noise_scale=1.0, decode_noise_scale=1.0,
+                        batch=32, steps=2000, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998,
+                        sample_steps=32, gamma=1.0, w=1.0),
+}
+
+# ------------------------------------------------------------------------------------------ the language
+# A story: someone meets with a mishap, suffers it, and undoes it.
+#   mia lost two red kites at the pond . she looked for them all day . mia found the red kites at noon .
+# Rules that reach across it: the name comes back; the colour and the thing come back, in the same number; she/he
+# fits the name; it/them fits the number; what is done in the end undoes what happened at first.
+
+NAMES = {name: "she" for name in "mia ana eva zoe ida lea amy sue".split()} | {
+    name: "he" for name in "tom ben max leo sam jim ned ray".split()}
+MISHAPS = {"lost": ("looked for", "found"), "broke": ("cried over", "mended"), "sold": ("longed for", "rebought"),
+           "stained": ("worried about", "washed"), "lent": ("waited for", "reclaimed"), "buried": ("dreamed of", "unearthed")}
+NUMBERS = {"one": "it", "two": "them", "three": "them"}
+COLOURS = "red blue green white black yellow brown pink".split()
+THINGS = {"kite": "kites", "ball": "balls", "book": "books", "ring": "rings", "coat": "coats", "lamp": "lamps",
+          "drum": "drums", "doll": "dolls", "cup": "cups", "rug": "rugs"}
+PLACES = ["at the pond", "in the barn", "by the gate", "on the hill", "near the mill", "under the oak", "at home", "at school"]
+WHILES = ["all day", "all night", "for a week", "in secret", "every morning", ""]
+TIMES = ["at noon", "at last", "in spring", "today"]
+SLOTS = [list(NAMES), list(MISHAPS), list(NUMBERS), COLOURS, list(THINGS), PLACES, WHILES, TIMES]
+POSSIBLE = math.prod(map(len, SLOTS))       # how many stories the language has
+
+
+def story(name, mishap, number, colour, thing, place, during, time):
+    """The one story for a choice of each slot."""
+    suffered, undone = MISHAPS[mishap]
+    thing = thing if number == "one" else THINGS[thing]
+    return " ".join(f"{name} {mishap} {number} {colour} {thing} {place} . {NAMES[name]} {suffered} {NUMBERS[number]} {during} . "
+                    f"{name} {undone} the {colour} {thing} {time} .".split())
+
+
+def stories(n, seed, avoid=()):
+    """n different stories, drawn evenly from the language, none of them in `avoid`."""
+    rng, seen = random.Random(seed), set(avoid)
+    found = []
+    while len(found) < n:
+        text = story(*(rng.choice(slot) for slot in SLOTS))
+        if text not in seen:
+            seen.add(text)
+            found.append(text)
+    return found
+
+
+@functools.cache
+def training_stories():
+    """The stories that `tiny` trains on: less than 1 % of the language."""
+    return stories(40_000, seed=1)
+
+
+@functools.cache
+def heldout_stories():
+    return stories(1024, seed=2, avoid=training_stories())
+
+
+def _one_of(name, words):
+    return f"(?P<{name}>{'|'.join(sorted(filter(None, words), key=len, reverse=True))})"
+
+
+_FORM = re.compile(
+    " ".join([_one_of("name", NAMES), _one_of("mishap", MISHAPS), _one_of("number", NUMBERS), _one_of("colour", COLOURS),
+              _one_of("thing", [*THINGS, *THINGS.values()]), _one_of("place", PLACES), r"\.",
+              "(?P<pronoun>she|he)", _one_of("suffered", [s for s, _ in MISHAPS.values()]), f"(?P<it>it|them)(?: {_one_of('during', WHILES)})?", r"\.",
+              _one_of("name2", NAMES), _one_of("undone", [u for _, u in MISHAPS.values()]), "the", _one_of("colour2", COLOURS),
+              _one_of("thing2", [*THINGS, *THINGS.values()]), _one_of("time", TIMES), r"\."]))
+
+
+def broken_rules(text):
+    """The rules of the language that a text breaks, by name; an empty list means that it is valid."""
+    match = _FORM.fullmatch(text)
+    if not match:
+        return ["form"]
+    m = match.groupdict()
+    plural = m["thing"] in THINGS.values()
+    rules = {"thing fits number": plural == (m["number"] != "one"),
+             "she/he fits name": m["pronoun"] == NAMES[m["name"]],
+             "it/them fits number": m["it"] == NUMBERS[m["number"]],
+             "middle fits opening": m["suffered"] == MISHAPS[m["mishap"]][0],
+             "ending fits opening": m["undone"] == MISHAPS[m["mishap"]][1],
+             "name comes back": m["name2"] == m["name"],
+             "colour comes back": m["colour2"] == m["colour"],
+             "thing comes back": m["thing2"] == m["thing"]}
+    return [name for name, kept in rules.items() if not kept]
+
+
+def judge_stories(texts):
+    """Exact measures: share of valid texts, and of the valid ones the share that training never saw."""
+    seen = set(training_stories())
+    valid = [text for text in texts if not broken_rules(text)]
+    novel = [text for text in valid if text not in seen]
+    return {"valid": len(valid) / len(texts), "novel": len(novel) / max(len(valid), 1)}
+
+
+# ------------------------------------------------------------------------------------------ any text
+
+
+def read_text(path):
+    """The text of a UTF-8 file, or of an http address, which is fetched once and kept in data/."""
+    if path.startswith(("http://", "https://")):
+        kept = os.path.join("data", os.path.basename(os.path.dirname(path)) + "_" + os.path.basename(path))
+        if not os.path.isfile(kept):
+            try:
+                with urllib.request.urlopen(path, timeout=30) as reply:
+                    body = reply.read()
+            except OSError as error:
+                raise UserError(f"--data={path} cannot be fetched ({error}); pass a text file of your own: --data=FILE") from None
+            os.makedirs("data", exist_ok=True)
+
+            def write(name):
+                with open(name, "wb") as file:
+                    file.write(body)
+            write_safely(kept, write)
+        path = kept
+    try:
+        with open(path, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise UserError(f"--data={path}: cannot be read ({error.strerror}); it takes a text file, or tiny") from None
+    if not raw.strip():
+        raise UserError(f"--data={path}: the file is empty")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--data={path}: not UTF-8 text (byte {raw[error.start]:#04x} at position {error.start}); "
+                        "if it is text at all, convert it with iconv -t utf-8") from None
+    if "\0" in text:
+        raise UserError(f"--data={path}: holds zero bytes, so it is no text file")
+    return text
+
+
+def words_of(text):
+    """Its words: runs of letters, in lower case."""
+    return re.findall(r"[^\W\d_]+", text.lower())
+
+
+def judge_text(texts, source):
+    """Share of the words that occur in the source text, and the longest run of words copied from it."""
+    known, flat = set(words_of(source)), f" {' '.join(words_of(source))} "
+    words, longest = [words_of(text) for text in texts], 0
+    for sample in words:
+        for first in range(len(sample)):
+            while first + longest < len(sample) and f" {' '.join(sample[first:first + longest + 1])} " in flat:
+                longest += 1
+    count = sum(map(len, words))
+    return {"known_words": sum(word in known for sample in words for word in sample) / max(count, 1), "longest_copy": longest}
+
+
+# ------------------------------------------------------------------------------------------ the small encoder
+
+
+def word_tokenizer(texts):
+    """A tokenizer with one token per word of the texts."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = sorted({word for text in texts for word in text.split()})
+    vocab = {word: i for i, word in enumerate(["<pad>", "</s>", "<mask>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>",
+                                   mask_token="<mask>", unk_token="<unk>")
+
+
+def byte_tokenizer(text, pieces):
+    """A byte-level BPE tokenizer of `pieces` tokens, trained on the text; it can spell any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainers.BpeTrainer(
+        vocab_size=pieces, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
+
+
+def train_encoder(ids, tokenizer, width, steps, seed, batch=64, layers=2, lr=5e-3, masked=0.3):
+    """Trains a small T5 encoder on ids (N, L) by guessing masked tokens; returns it frozen."""
+    from transformers import T5Config, T5EncoderModel
+    torch.manual_seed(seed)
+    encoder = T5EncoderModel(T5Config(
+        vocab_size=len(tokenizer), d_model=width, d_kv=width // 4, num_heads=4, d_ff=2 * width, num_layers=layers,
+        feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / steps))
+    for step in range(steps):
+        clean = ids[torch.randint(len(ids), (batch,))]
+        hidden_out = torch.rand(clean.shape) < masked
+        h = encoder(input_ids=clean.masked_fill(hidden_out, tokenizer.mask_token_id)).last_hidden_state
+        logits = F.linear(h[hidden_out] * width ** -0.5, encoder.shared.weight)     # the head is the embedding, scaled
+        loss = F.cross_entropy(logits, clean[hidden_out])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    return encoder.eval().requires_grad_(False)
