@@ -454,28 +454,24 @@ def nearest(name, names):
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
 
 
-def read_value(name, value, kind):
-    """A value from the command line (text) or from JSON, as `kind`: int, float, bool or str."""
-    if isinstance(value, str) and kind is not str:
-        try:
-            value = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-        except (ValueError, KeyError):
-            pass                                                    # it is still text, and refused below
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        takes = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
-        raise UserError(f"{name}={value}: takes {takes}")
-    return value
+def read_value(name, text, kind):
+    """The text of a setting as `kind`: int, float, bool or str."""
+    try:
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        if kind is not float or math.isfinite(value):
+            return value
+    except (ValueError, KeyError):
+        pass
+    takes = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    raise UserError(f"{name}={text}: takes {takes}")
 
 
 def override(cfg, values):
-    """A copy of a Config (or of another dataclass of settings) with values, texts or typed, by name."""
-    fields = {f.name: f.type for f in dataclasses.fields(cfg)}
-    for name in values:
-        if name not in fields:
-            raise UserError(f"unknown key {name}: {nearest(name, fields)}")
-    return dataclasses.replace(cfg, **{name: read_value(name, value, fields[name]) for name, value in values.items()})
+    """A copy of a Config (or of another dataclass of settings) with new values, given as texts by name."""
+    kinds = {f.name: f.type for f in dataclasses.fields(cfg)}
+    if unknown := [name for name in values if name not in kinds]:
+        raise UserError(f"unknown key {unknown[0]}: {nearest(unknown[0], kinds)}")
+    return dataclasses.replace(cfg, **{name: read_value(name, str(value), kinds[name]) for name, value in values.items()})
 
 
 def one_line(error, limit=300):

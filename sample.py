@@ -39,6 +39,7 @@ class Options:
     json: str = key("", "write the closing table to this .json file")
     data: str = key("", "a text file to compare the words with (empty: what the model was trained on, if it is there)")
     trace: bool = key(False, "show one text taking shape, step by step, changed tokens in [brackets]")
+    plot: str = key("", "draw that as a picture, to this .png file")
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
 
 
@@ -116,16 +117,39 @@ def generate(model, n, seed, batch, grid="logit_normal", steps=32, **how):
 
 
 def trace(model, tokenizer, seed, grid, steps, **how):
-    """Prints what the prediction of each step reads as, tokens that changed since the step before in brackets."""
+    """One text taking shape: after each step its time and the tokens that the prediction reads as."""
     z, generators = start(model.cfg, seed, [0], next(model.parameters()).device)
     times = elf.time_grid(model.cfg, steps, grid, seeded(seed, 0))
-    before = None
     for t, z, x_hat in elf.trajectory(model, z, times, generator=generators, **how):
-        ids = elf.decode_ids(model, x_hat if t < 1 else z, how["w"])[0].tolist()
-        pieces = [tokenizer.decode([i]) for i in ids if i != tokenizer.eos_token_id]
-        marked = [p if before is None or i == b else f"[{p}]" for p, i, b in zip(pieces, ids, before or ids)]
-        print(f"t={t:.3f}  {' '.join(marked)}")
-        before = ids
+        ids = elf.decode_ids(model, z if t == 1 else x_hat, how["w"])[0].tolist()
+        yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]) for i in ids]
+
+
+def print_trace(lines):
+    """The trace as text; tokens that the last step changed stand in brackets."""
+    before = None
+    for t, tokens in lines:
+        print(f"t={t:.3f} ", " ".join(f"[{new}]" if before and new != old else new for new, old in zip(tokens, before or tokens)))
+        before = tokens
+
+
+def plot_trace(lines, path):
+    """The trace as a picture: one row a step, dark where a token is already what it will be."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    final = lines[-1][1]
+    width = max(sum(bool(token) for token in tokens) for _, tokens in lines)
+    figure, axis = plt.subplots(figsize=(0.62 * width + 0.8, 0.24 * len(lines) + 0.3), layout="constrained")
+    for row, (t, tokens) in enumerate(lines):
+        axis.text(-1, row, f"t = {t:.2f}", fontsize=9, color="0.5", ha="center", va="center")
+        for column, token in enumerate(tokens):
+            axis.text(column, row, token.replace("$", r"\$"), fontsize=9, ha="center", va="center",
+                      color="black" if token == final[column] else "tab:orange")
+    axis.set(xlim=(-1.6, width - 0.4), ylim=(len(lines) - 0.5, -0.5))
+    axis.axis("off")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 # ------------------------------------------------------------------------------------------ measures
@@ -212,16 +236,18 @@ def main(argv):
     for name in ("n", "batch"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
-    for path in filter(None, (options.out, options.json)):
+    for path in filter(None, (options.out, options.json, options.plot)):
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise UserError(f"{path}: its folder does not exist")
     model, cfg = elf.load_model(options.model, pick_device(options.device))
     sweep = settings(options, cfg)
-    if len(sweep) > 1 and (options.out or options.trace):
-        raise UserError("--out and --trace take one setting, not a sweep")
+    if len(sweep) > 1 and (options.out or options.trace or options.plot):
+        raise UserError("--out, --trace and --plot take one setting, not a sweep")
     tokenizer = elf.load_tokenizer(f"{options.model}/encoder")
-    if options.trace:
-        return trace(model, tokenizer, options.seed, **sweep[0])
+    if options.trace or options.plot:
+        lines = list(trace(model, tokenizer, options.seed, **sweep[0]))
+        print_trace(lines)
+        return plot_trace(lines, options.plot) if options.plot else None
 
     reference, lines = load_reference(cfg, tokenizer, options.data, options.n), []
     for how in sweep:

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from elf import Config, UserError, write_safely
 
 PRESETS = {
-    "tiny": Config(data="tiny", encoder="scratch", vocab=0, length=26, latent_dim=64, latent_std=0.0,
-                   hidden=128, depth=4, heads=4, bottleneck=48, prefix=2,
+    "tiny": Config(data="tiny", encoder="scratch", encoder_steps=1500, vocab=0, length=25, latent_dim=64, latent_std=0.0,
+                   hidden=96, depth=4, heads=3, bottleneck=48, prefix=2,
                    noise_scale=1.0, decode_noise_scale=1.0,
-                   batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998,
-                   sample_steps=32, gamma=1.0, w=1.0),
+                   batch=64, steps=1100, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998,
+                   sample_steps=32, gamma=1.5, w=2.0),
     "tiny_text": Config(data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
                         encoder="scratch", vocab=1024, length=64, latent_dim=64, latent_std=0.0,
                         hidden=192, depth=4, heads=6, bottleneck=48, prefix=2,
@@ -36,16 +36,16 @@ PRESETS = {
 # Rules that reach across it: the name comes back; the colour and the thing come back, in the same number; she/he
 # fits the name; it/them fits the number; what is done in the end undoes what happened at first.
 
-NAMES = {name: "she" for name in "mia ana eva zoe ida lea amy sue".split()} | {
-    name: "he" for name in "tom ben max leo sam jim ned ray".split()}
+NAMES = {name: "she" for name in "mia ana eva zoe ida lea".split()} | {
+    name: "he" for name in "tom ben max leo sam jim".split()}
 MISHAPS = {"lost": ("looked for", "found"), "broke": ("cried over", "mended"), "sold": ("longed for", "rebought"),
            "stained": ("worried about", "washed"), "lent": ("waited for", "reclaimed"), "buried": ("dreamed of", "unearthed")}
 NUMBERS = {"one": "it", "two": "them", "three": "them"}
-COLOURS = "red blue green white black yellow brown pink".split()
+COLOURS = "red blue green white black yellow".split()
 THINGS = {"kite": "kites", "ball": "balls", "book": "books", "ring": "rings", "coat": "coats", "lamp": "lamps",
-          "drum": "drums", "doll": "dolls", "cup": "cups", "rug": "rugs"}
+          "drum": "drums", "doll": "dolls"}
 PLACES = ["at the pond", "in the barn", "by the gate", "on the hill", "near the mill", "under the oak", "at home", "at school"]
-WHILES = ["all day", "all night", "for a week", "in secret", "every morning", ""]
+WHILES = ["all day", "all night", "every day", "for weeks", "in secret", "with sighs"]
 TIMES = ["at noon", "at last", "in spring", "today"]
 SLOTS = [list(NAMES), list(MISHAPS), list(NUMBERS), COLOURS, list(THINGS), PLACES, WHILES, TIMES]
 POSSIBLE = math.prod(map(len, SLOTS))       # how many stories the language has
@@ -55,8 +55,8 @@ def story(name, mishap, number, colour, thing, place, during, time):
     """The one story for a choice of each slot."""
     suffered, undone = MISHAPS[mishap]
     thing = thing if number == "one" else THINGS[thing]
-    return " ".join(f"{name} {mishap} {number} {colour} {thing} {place} . {NAMES[name]} {suffered} {NUMBERS[number]} {during} . "
-                    f"{name} {undone} the {colour} {thing} {time} .".split())
+    return (f"{name} {mishap} {number} {colour} {thing} {place} . {NAMES[name]} {suffered} {NUMBERS[number]} {during} . "
+            f"{name} {undone} the {colour} {thing} {time} .")
 
 
 def stories(n, seed, avoid=()):
@@ -73,7 +73,7 @@ def stories(n, seed, avoid=()):
 
 @functools.cache
 def training_stories():
-    """The stories that `tiny` trains on: less than 1 % of the language."""
+    """The stories that `tiny` trains on: 2 % of the language."""
     return stories(40_000, seed=1)
 
 
@@ -83,13 +83,13 @@ def heldout_stories():
 
 
 def _one_of(name, words):
-    return f"(?P<{name}>{'|'.join(sorted(filter(None, words), key=len, reverse=True))})"
+    return f"(?P<{name}>{'|'.join(sorted(words, key=len, reverse=True))})"
 
 
 _FORM = re.compile(
     " ".join([_one_of("name", NAMES), _one_of("mishap", MISHAPS), _one_of("number", NUMBERS), _one_of("colour", COLOURS),
               _one_of("thing", [*THINGS, *THINGS.values()]), _one_of("place", PLACES), r"\.",
-              "(?P<pronoun>she|he)", _one_of("suffered", [s for s, _ in MISHAPS.values()]), f"(?P<it>it|them)(?: {_one_of('during', WHILES)})?", r"\.",
+              "(?P<pronoun>she|he)", _one_of("suffered", [s for s, _ in MISHAPS.values()]), "(?P<it>it|them)", _one_of("during", WHILES), r"\.",
               _one_of("name2", NAMES), _one_of("undone", [u for _, u in MISHAPS.values()]), "the", _one_of("colour2", COLOURS),
               _one_of("thing2", [*THINGS, *THINGS.values()]), _one_of("time", TIMES), r"\."]))
 

@@ -213,7 +213,6 @@ class Trainer:
             raise UserError(f"{path}: does not fit config.json ({elf.one_line(error)})") from None
         self.step = state["step"]
 
-
     def train_step(self):
         """One step of the optimisers; returns its figures. The random numbers depend on seed and step alone."""
         cfg = self.cfg
@@ -229,7 +228,8 @@ class Trainer:
             optimizer.zero_grad()
         self.average.update_parameters(self.model)
         self.step += 1
-        return {"loss": loss.item(), "mse": mse.item(), "ce": ce.item(), "grad_norm": norm.item(), "lr": self.optimizers[0][0].param_groups[0]["lr"]}
+        return {"loss": loss.item(), "mse": mse.item(), "ce": ce.item(), "grad_norm": norm.item(),
+                "lr": cfg.lr * schedule(self.step - 1, cfg)}
 
     def loss(self, model, ids, generator):
         """flow_loss of a batch of ids (B, L), all positions counted."""
@@ -239,10 +239,11 @@ class Trainer:
 
     @torch.no_grad()
     def heldout_loss(self, ids):
-        """MSE and CE of the averaged weights on held-out ids, with the same draws each time."""
-        batches = [ids[i:i + self.cfg.batch] for i in range(0, len(ids), self.cfg.batch)][:4]
-        losses = [self.loss(self.average.module, rows, seeded(self.seed, 4, i)) for i, rows in enumerate(batches) if len(rows) >= 3]
-        return {f"heldout_{name}": sum(loss[i].item() for loss in losses) / max(len(losses), 1) for i, name in ((1, "mse"), (2, "ce"))}
+        """MSE and CE of the averaged weights on up to four batches of held-out ids, with the same draws each time."""
+        batches = [rows for rows in ids.split(self.cfg.batch)[:4] if len(rows) >= 3]
+        losses = [self.loss(self.average.module, rows, seeded(self.seed, 4, i)) for i, rows in enumerate(batches)]
+        means = torch.tensor(losses).mean(0).tolist() if losses else [math.nan] * 3
+        return {"heldout_mse": means[1], "heldout_ce": means[2]}
 
 
 class Stopped(Exception):
