@@ -10,10 +10,10 @@ sequence, D latent width (the encoder's), H hidden width of the network, V vocab
 Read on in this order: Config, the network, the path, the loss, the samplers. Loading comes last.
 """
 import dataclasses
-import difflib
 import json
 import math
 import os
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
@@ -83,6 +83,9 @@ class Config:
         def need(ok, name, rule):
             if not ok:
                 raise UserError(f"{name}={getattr(self, name)}: {rule}")
+        for f in dataclasses.fields(self):
+            takes = (int, float) if f.type is float else (f.type,)
+            need(type(getattr(self, f.name)) in takes, f.name, f"must be of type {f.type.__name__}")
         for name in ("length", "latent_dim", "hidden", "depth", "heads", "bottleneck", "prefix", "encoder_steps", "sample_steps"):
             need(getattr(self, name) >= 1, name, "must be at least 1")
         need(self.hidden % (2 * self.heads) == 0, "heads", f"hidden={self.hidden} must be an even multiple of it")
@@ -122,18 +125,6 @@ class ValueEmbed(nn.Module):
         angle = value.float()[:, None] * frequency                              # (B, 128)
         wave = torch.cat([angle.cos(), angle.sin()], dim=-1)                    # (B, 256)
         return self.mlp_2(F.silu(self.mlp_0(wave)))                             # (B, H)
-
-
-class TextProj(nn.Module):
-    """Latents -> hidden, through a narrow bottleneck."""
-
-    def __init__(self, latent_dim, bottleneck, hidden):
-        super().__init__()
-        self.proj1 = nn.Linear(latent_dim, bottleneck, bias=False)
-        self.proj2 = nn.Linear(bottleneck, hidden)
-
-    def forward(self, z):
-        return self.proj2(self.proj1(z))
 
 
 def rope_table(prefix, length, head_dim, device):
@@ -194,18 +185,6 @@ class Block(nn.Module):
         return h + self.mlp(self.norm2(h))
 
 
-class FinalLayer(nn.Module):
-    """The denoise head. It starts at zero: an untrained network predicts x_hat = 0, the latents' mean."""
-
-    def __init__(self, hidden, latent_dim):
-        super().__init__()
-        self.norm_final = nn.RMSNorm(hidden, eps=1e-6)
-        self.linear = nn.Linear(hidden, latent_dim)
-
-    def forward(self, h):
-        return self.linear(self.norm_final(h))
-
-
 class ELF(nn.Module):
     """The network: a transformer over [time | guidance | mode | sequence] tokens, with two heads."""
 
@@ -213,14 +192,16 @@ class ELF(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.self_cond_proj = nn.Linear(2 * cfg.latent_dim, cfg.latent_dim)
-        self.text_proj = TextProj(cfg.latent_dim, cfg.bottleneck, cfg.hidden)
+        self.text_proj = nn.Sequential(OrderedDict(             # through a narrow bottleneck
+            proj1=nn.Linear(cfg.latent_dim, cfg.bottleneck, bias=False), proj2=nn.Linear(cfg.bottleneck, cfg.hidden)))
         self.t_embedder = ValueEmbed(cfg.hidden)
         self.self_cond_cfg_embedder = ValueEmbed(cfg.hidden)
         self.t_emb_tokens = nn.Parameter(torch.empty(1, cfg.prefix, cfg.hidden))
         self.self_cond_cfg_tokens = nn.Parameter(torch.empty(1, cfg.prefix, cfg.hidden))
         self.mode_tokens = nn.Parameter(torch.empty(1, cfg.prefix, cfg.hidden))
         self.blocks = nn.ModuleList(Block(cfg.hidden, cfg.heads) for _ in range(cfg.depth))
-        self.final_layer = FinalLayer(cfg.hidden, cfg.latent_dim)
+        self.final_layer = nn.Sequential(OrderedDict(           # the denoise head
+            norm_final=nn.RMSNorm(cfg.hidden, eps=1e-6), linear=nn.Linear(cfg.hidden, cfg.latent_dim)))
         self.proj = nn.Linear(cfg.hidden, cfg.latent_dim)       # the decode head: proj, gelu, unembed
         self.unembed = nn.Linear(cfg.latent_dim, cfg.vocab)
         self.init_weights()
@@ -236,7 +217,7 @@ class ELF(nn.Module):
             nn.init.normal_(embed.mlp_2.weight, std=0.02)
         for tokens in (self.t_emb_tokens, self.self_cond_cfg_tokens, self.mode_tokens):
             nn.init.normal_(tokens, std=0.02)
-        nn.init.zeros_(self.final_layer.linear.weight)
+        nn.init.zeros_(self.final_layer.linear.weight)          # so x_hat starts as 0, the mean of the latents
 
     def trunk(self, z, t, x_prev, w, decode):
         """Everything but the heads: z, x_prev (B, L, D), t, w (B,), decode (B,) bool -> (B, L, H)."""
@@ -438,7 +419,6 @@ def decode_ids(model, z, w=1.0):
 # ==========================================================================================================
 
 
-
 def from_released(state):
     """Released weights under this file's names: two matrices stored [in, out] become Linear weights [out, in]."""
     state = {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in state.items()}
@@ -446,32 +426,6 @@ def from_released(state):
         state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
         state[f"{name}.bias"] = state.pop(f"{name}_bias")
     return state
-
-
-def nearest(name, names):
-    """What to say of an unknown name."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
-
-
-def read_value(name, text, kind):
-    """The text of a setting as `kind`: int, float, bool or str."""
-    try:
-        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        if kind is not float or math.isfinite(value):
-            return value
-    except (ValueError, KeyError):
-        pass
-    takes = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
-    raise UserError(f"{name}={text}: takes {takes}")
-
-
-def override(cfg, values):
-    """A copy of a Config (or of another dataclass of settings) with new values, given as texts by name."""
-    kinds = {f.name: f.type for f in dataclasses.fields(cfg)}
-    if unknown := [name for name in values if name not in kinds]:
-        raise UserError(f"unknown key {unknown[0]}: {nearest(unknown[0], kinds)}")
-    return dataclasses.replace(cfg, **{name: read_value(name, str(value), kinds[name]) for name, value in values.items()})
 
 
 def one_line(error, limit=300):
@@ -504,7 +458,7 @@ def load_config(folder):
             values = json.load(file)
         if missing := [f.name for f in dataclasses.fields(Config) if f.name not in values]:
             raise UserError(f"lacks {', '.join(missing)}")
-        return override(Config(), values)
+        return Config(**values)
     except OSError:
         raise UserError(f"{folder}: no model here (no config.json); give a folder that train.py wrote") from None
     except (ValueError, TypeError) as error:
@@ -536,7 +490,6 @@ class Encoder:
 
     def __init__(self, model, tokenizer):
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
-        self.eos = tokenizer.eos_token_id
 
     @torch.no_grad()
     def encode(self, ids, cfg):
@@ -544,8 +497,6 @@ class Encoder:
         return (self.model(input_ids=ids).last_hidden_state - cfg.latent_mean) / cfg.latent_std
 
     def save(self, folder):
-        from transformers.utils.logging import disable_progress_bar
-        disable_progress_bar()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 

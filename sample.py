@@ -5,6 +5,7 @@
     python sample.py --model=out/tiny --trace                                          one text taking shape
 """
 import dataclasses
+import difflib
 import itertools
 import json
 import math
@@ -62,11 +63,37 @@ def parse(argv, about, *groups):
     for arg in argv:
         name, equals, value = arg.removeprefix("--").partition("=")
         if not arg.startswith("--") or name not in kinds:
-            raise UserError(f"unknown key {arg}: {elf.nearest(name, kinds)} (--help lists every key)")
+            raise UserError(f"unknown key {arg}: {nearest(name, kinds)} (--help lists every key)")
         if not equals and kinds[name] is not bool:
             raise UserError(f"--{name} needs a value: --{name}=...")
         values[name] = value if equals else "true"
     return values
+
+
+def nearest(name, names):
+    """What to say of an unknown name."""
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
+
+
+def read_value(name, text, kind):
+    """The text of a setting as `kind`: int, float, bool or str."""
+    try:
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        if kind is not float or math.isfinite(value):
+            return value
+    except (ValueError, KeyError):
+        pass
+    takes = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    raise UserError(f"{name}={text}: takes {takes}")
+
+
+def override(cfg, values):
+    """A copy of a Config (or of another dataclass of settings) with new values, given as texts by name."""
+    kinds = {f.name: f.type for f in dataclasses.fields(cfg)}
+    if unknown := [name for name in values if name not in kinds]:
+        raise UserError(f"unknown key {unknown[0]}: {nearest(unknown[0], kinds)}")
+    return dataclasses.replace(cfg, **{name: read_value(name, str(value), kinds[name]) for name, value in values.items()})
 
 
 def run(main, argv):
@@ -213,7 +240,7 @@ def settings(options, cfg):
     for name, kind in SWEEPS.items():
         default = {"steps": cfg.sample_steps, "gamma": cfg.gamma, "w": cfg.w}.get(name)
         given = getattr(options, name) or str(default)
-        lists.append([elf.read_value(f"--{name}", value, kind) for value in given.split(",")])
+        lists.append([read_value(f"--{name}", value, kind) for value in given.split(",")])
     found = []
     for combination in itertools.product(*lists):
         how = dict(zip(SWEEPS, combination))
@@ -230,7 +257,7 @@ def settings(options, cfg):
 
 
 def main(argv):
-    options = elf.override(Options(), parse(argv, __doc__, Options()))
+    options = override(Options(), parse(argv, __doc__, Options()))
     if not options.model:
         raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
     for name in ("n", "batch"):

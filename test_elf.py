@@ -331,6 +331,13 @@ def test_a_mixed_batch_equals_the_two_modes_apart(golden):
     torch.testing.assert_close(logits, golden.decode(z, w)[[1]])
 
 
+def test_a_config_checks_types_and_values():
+    assert Config(lr=1).lr == 1
+    for bad in ({"hidden": "24"}, {"hidden": 24.0}, {"heads": 5}, {"data": 3}, {"ema": 1.0}, {"warmup": 0.7, "cooldown": 0.7}, {"w_min": 6.0}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            Config(**bad)
+
+
 def test_untrained_network_predicts_zero():
     model = ELF(GOLDEN)
     assert (model.denoise(ar((1, 6, 8), 0), torch.ones(1), ar((1, 6, 8), 1), torch.ones(1)) == 0).all()
@@ -712,7 +719,7 @@ def test_an_existing_folder_is_not_overwritten(run_folder, capsys):
     (["--config=tiny", "--hiden=3"], ["hiden", "hidden"]), (["--config=tinny"], ["tinny", "tiny"]), ([], ["config", "owt_b"]),
     (["--config=tiny", "--hidden=wide"], ["hidden", "wide", "whole number"]), (["--config=tiny", "--lr=nan"], ["lr", "nan"]),
     (["--config=tiny", "--lr"], ["lr", "value"]), (["--config=tiny", "--resume=maybe"], ["resume", "maybe"]), (["tiny"], ["tiny"]),
-    (["--config=tiny", "--heads=3"], ["heads", "3"]), (["--config=tiny", "--batch=2"], ["batch", "2"]),
+    (["--config=tiny", "--heads=5"], ["heads", "5"]), (["--config=tiny", "--batch=2"], ["batch", "2"]),
     (["--config=tiny", "--data=/no/such/file"], ["/no/such/file"]), (["--config=tiny", "--device=abacus"], ["abacus"])])
 def test_train_refuses_in_one_line(tmp_path, capsys, argv, words):
     line = refused(capsys, train, *argv, f"--out_dir={tmp_path / 'new'}")
@@ -785,7 +792,7 @@ def test_weights_that_do_not_fit_say_what_differs(run_folder, tmp_path, capsys):
     shutil.copytree(run_folder, folder)
     settings = json.loads((folder / "config.json").read_text())
     for changes, words in (({"depth": 2}, ["blocks.1.norm1.weight"]), ({"latent_dim": 8}, ["proj.weight", "16", "8"]),
-                           ({"hiden": 3}, ["hiden", "hidden"]), ({"depth": "two"}, ["depth", "two"])):
+                           ({"hiden": 3}, ["hiden"]), ({"depth": "two"}, ["depth", "two"])):
         (folder / "config.json").write_text(json.dumps(settings | changes))
         line = refused(capsys, sample, f"--model={folder}")
         assert all(word in line for word in words), line

@@ -26,7 +26,7 @@ from tqdm import tqdm
 import elf
 import tiny_config
 from elf import UserError, key
-from sample import generate, load_reference, measure, parse, pick_device, run, seeded
+from sample import generate, load_reference, measure, nearest, override, parse, pick_device, run, seeded
 
 PRESETS = elf.PRESETS | tiny_config.PRESETS
 
@@ -350,18 +350,18 @@ def settings(argv):
     """(options, Config of the run, its folder, the command that resumes it) from the command line."""
     given = parse(argv, __doc__, Options(), elf.Config())
     mine = {f.name for f in dataclasses.fields(Options)}
-    options = elf.override(Options(), {name: value for name, value in given.items() if name in mine})
+    options = override(Options(), {name: value for name, value in given.items() if name in mine})
     changes = {name: value for name, value in given.items() if name not in mine}
     if options.config not in PRESETS:
-        raise UserError(f"--config={options.config}: no such preset; {elf.nearest(options.config, PRESETS)}")
+        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
     again = f"python train.py --config={options.config} --out_dir={folder} --resume"
     if not options.resume:
         if os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
-        return options, elf.override(PRESETS[options.config], changes), folder, again
+        return options, override(PRESETS[options.config], changes), folder, again
     cfg = elf.load_config(folder)
-    for name, value in dataclasses.asdict(elf.override(cfg, changes)).items():
+    for name, value in dataclasses.asdict(override(cfg, changes)).items():
         if value != getattr(cfg, name):
             raise UserError(f"--{name}={value}: the run in {folder} has {getattr(cfg, name)}, and --resume changes nothing")
     return options, cfg, folder, again
