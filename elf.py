@@ -5,17 +5,21 @@ embeddings, for the whole sequence at once and without ever looking at a token o
 sees a noisy z at time t and predicts the clean x_hat, which gives the velocity to follow. Only the very
 last call of the same network, switched to "decode" mode, reads tokens off the embeddings it arrived at.
 
-Time runs from 0 (noise) to 1 (data). Shape letters: B examples (sequences) of a batch, L positions of a
-sequence, D latent width (the encoder's), H hidden width of the network, V vocabulary size.
-Read on in this order: Config, the network, the path, the loss, the samplers. Loading comes last.
+Time runs from 0 (noise) to 1 (data).
+Shapes:  B examples (sequences) of a batch, L positions of a sequence, D latent width (the encoder's), H hidden width
+of the network, V vocabulary size; inside the network N = 3 prefix + L tokens, control tokens in front.
+Symbols: x clean latents, z noisy ones, x_hat the network's guess of x, x_prev its previous guess, v velocity,
+eps noise, w guidance scale of self-conditioning.
+Where to find: the path `corrupt`, x -> v `velocity`, the loss `flow_loss`, guidance `guidance_target`, the ODE and
+SDE steps `trajectory`, the switch between the modes `ELF.trunk`. Loading and saving come last.
 """
 import dataclasses
 import json
-import math
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -37,7 +41,7 @@ def key(default, meaning):
 
 @dataclass(frozen=True)
 class Config:
-    """The method and its training. The defaults are the paper's ELF-B on OpenWebText (its tables 6 and 7)."""
+    """The method and its training. The defaults are the paper's ELF-B on OpenWebText (tables 6, 7 and 9)."""
     # data and encoder
     data: str = key("embedded-language-flows/openwebtext-t5", "what to train on: a text file, or `tiny` for the built-in language")
     encoder: str = key("google-t5/t5-small", "frozen encoder: Hub id, folder, or `scratch` to train a small one on the data first")
@@ -59,7 +63,7 @@ class Config:
     noise_scale: float = key(2.0, "standard deviation of the noise of the flow, in units of the latents")
     t_floor: float = key(0.05, "1 - t is never divided by less than this")
     decode_share: float = key(0.2, "share of a batch that trains the decode mode")
-    p_mean: float = key(0.8, "p of a token of a decode example is sigmoid(N(p_mean, p_std^2))")
+    p_mean: float = key(0.8, "p, how clean a token of a decode example is, is sigmoid(N(p_mean, p_std^2))")
     p_std: float = key(0.8, "see p_mean")
     decode_noise_scale: float = key(5.0, "standard deviation of the noise that decode examples get")
     w_min: float = key(0.5, "smallest guidance scale w seen in training; 1 + w is log-uniform")
@@ -74,6 +78,8 @@ class Config:
     cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0")
     clip: float = key(1.0, "largest norm of the gradient")
     ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average")
+    seed: int = key(0, "the same seed gives the same weights")
+    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run)")
     # sampling
     sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top")
     gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back")
@@ -90,16 +96,15 @@ class Config:
             need(getattr(self, name) >= 1, name, "must be at least 1")
         need(self.hidden % (2 * self.heads) == 0, "heads", f"hidden={self.hidden} must be an even multiple of it")
         need(self.batch >= 3, "batch", "must be at least 3, so that each kind of example is in every batch")
-        need(self.steps >= 0 and self.epochs > 0, "epochs", "steps must not be negative, epochs must be positive")
         need(0 < self.decode_share < 1, "decode_share", "must lie between 0 and 1")
         need(0 < self.w_min <= self.w_max, "w_min", f"must lie between 0 and w_max={self.w_max}")
         need(0 < self.t_floor < 1, "t_floor", "must lie between 0 and 1")
         need(0 <= self.ema < 1, "ema", "must lie in [0, 1)")
         need(self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1, "warmup",
              f"warmup and cooldown={self.cooldown} are shares of the run and must add up to at most 1")
-        for name in ("lr", "clip", "noise_scale", "decode_noise_scale", "t_std", "p_std", "w"):
+        for name in ("lr", "clip", "epochs", "noise_scale", "decode_noise_scale", "t_std", "p_std", "w"):
             need(getattr(self, name) > 0, name, "must be positive")
-        for name in ("vocab", "latent_std", "adam_lr", "gamma"):
+        for name in ("vocab", "latent_std", "adam_lr", "gamma", "seed", "steps", "eval_every"):
             need(getattr(self, name) >= 0, name, "must not be negative")
 
 
@@ -131,7 +136,7 @@ def rope_table(prefix, length, head_dim, device):
     """cos and sin of rotary position embedding, each (prefix + L, head_dim / 2). The prefix isn't rotated."""
     frequency = 10000 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
     angle = torch.arange(length, device=device)[:, None] * frequency            # (L, head_dim / 2)
-    angle = F.pad(angle, (0, 0, prefix, 0))                                     # (prefix + L, head_dim / 2)
+    angle = F.pad(angle, (0, 0, prefix, 0))                                     # the prefix has angle 0: not rotated
     return angle.cos(), angle.sin()
 
 
@@ -161,6 +166,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
+    """The feed-forward layer, (B, N, H) -> (B, N, H)."""
+
     def __init__(self, hidden):
         super().__init__()
         inner = int(4 * hidden * 2 / 3)
@@ -173,6 +180,8 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer of the transformer, (B, N, H) -> (B, N, H)."""
+
     def __init__(self, hidden, heads):
         super().__init__()
         self.norm1 = nn.RMSNorm(hidden, eps=1e-6)
@@ -186,7 +195,10 @@ class Block(nn.Module):
 
 
 class ELF(nn.Module):
-    """The network: a transformer over [time | guidance | mode | sequence] tokens, with two heads."""
+    """The network: a transformer over [time | guidance | mode | sequence] tokens, with two heads.
+
+    Its parts have the names of the released checkpoints; "self_cond_cfg" is the guidance scale w.
+    """
 
     def __init__(self, cfg):
         super().__init__()
@@ -223,7 +235,7 @@ class ELF(nn.Module):
         """Everything but the heads: z, x_prev (B, L, D), t, w (B,), decode (B,) bool -> (B, L, H)."""
         time = self.t_emb_tokens + self.t_embedder(t)[:, None]                  # (B, prefix, H)
         guidance = self.self_cond_cfg_tokens + self.self_cond_cfg_embedder(w)[:, None]
-        mode = self.mode_tokens * decode[:, None, None]                         # the switch: zero when denoising
+        mode = self.mode_tokens * decode[:, None, None]                         # the mode switch: 0 when denoising
         text = self.text_proj(self.self_cond_proj(torch.cat([z, x_prev], dim=-1)))  # (B, L, H)
 
         h = torch.cat([time, guidance, mode, text], dim=1)                      # (B, 3 prefix + L, H)
@@ -233,7 +245,7 @@ class ELF(nn.Module):
             h = block(h, rope)
         return h[:, 3 * self.cfg.prefix:]                                       # (B, L, H)
 
-    def unembed_hidden(self, h):
+    def decode_head(self, h):
         return self.unembed(F.gelu(self.proj(h), approximate="tanh"))           # (B, L, V)
 
     def denoise(self, z, t, x_prev, w):
@@ -243,15 +255,16 @@ class ELF(nn.Module):
     def decode(self, z, w):
         """(Almost) clean z (B, L, D), w (B,) -> logits (B, L, V). Time is 1, the last guess zero."""
         t = torch.ones_like(w)
-        return self.unembed_hidden(self.trunk(z, t, torch.zeros_like(z), w, t.bool()))
+        return self.decode_head(self.trunk(z, t, torch.zeros_like(z), w, t.bool()))
 
     def forward(self, z, t, x_prev, w, decode):
         """Training: one trunk pass over a mixed batch, then each head on its own examples, in batch order.
 
-        Returns x_hat (B - n, L, D) of the denoise examples and logits (n, L, V) of the n decode examples.
+        decode (B,) bool, n of them true. Returns x_hat (B - n, L, D) of the denoise and logits (n, L, V) of the
+        decode examples.
         """
         h = self.trunk(z, t, x_prev, w, decode)
-        return self.final_layer(h[~decode]), self.unembed_hidden(h[decode])
+        return self.final_layer(h[~decode]), self.decode_head(h[decode])
 
 
 # ------------------------------------------------------------------------------------------ the path
@@ -259,17 +272,23 @@ class ELF(nn.Module):
 
 
 def corrupt(x, t, noise):
-    """The straight path from noise to data: z_t = t x + (1 - t) noise. t is (B, 1), or (B, L) for one per token."""
+    """The path (Sec. 3.1), z = t x + (1 - t) noise; x and noise (B, L, D), the noise already scaled.
+
+    t is (B, L), one per token, or (B, 1), one per sequence.
+    """
     return t[..., None] * x + (1 - t[..., None]) * noise
 
 
 def velocity(x_hat, z, t, floor):
-    """The x -> v converter, Eq. (1): where z (B, L, D) must go to reach x_hat in the time left after t (B,)."""
+    """The x -> v converter, v = (x_hat - z) / max(1 - t, floor); x_hat and z (B, L, D), t (B,).
+
+    With the true x for x_hat this is the true velocity x - noise of Eq. (1), where 1 - t >= floor.
+    """
     return (x_hat - z) / (1 - t).clamp(min=floor)[:, None, None]
 
 
 def euler(z, x_hat, t, t_next, floor):
-    """One step along the velocity, from t (B,) to t_next (B,)."""
+    """One Euler step (Alg. 5) from t (B,) to t_next (B,), z + (t_next - t) v; z and x_hat (B, L, D)."""
     return z + (t_next - t)[:, None, None] * velocity(x_hat, z, t, floor)
 
 
@@ -287,68 +306,70 @@ class Draws(NamedTuple):
 
 
 def draw(cfg, batch, generator):
-    """Draws for one batch. Counts are fixed, roles random: a fifth decode, half of the rest self-conditioned."""
+    """The Draws of a batch of at least 3 (App. C.1). Counts are fixed, who gets which role is random: decode_share
+    of the batch decodes, half of the rest is self-conditioned, the others are neither."""
     n_decode = min(max(round(cfg.decode_share * batch), 1), batch - 2)
     n_self_cond = (batch - n_decode + 1) // 2
-    role = torch.randperm(batch, generator=generator)
-    log_w = torch.rand(batch, generator=generator) * math.log((1 + cfg.w_max) / (1 + cfg.w_min))
+    rank = torch.randperm(batch, generator=generator)               # decode | self-conditioned | neither, by rank
+    u = torch.rand(batch, generator=generator)
     return Draws(
-        decode=role < n_decode,
-        self_cond=(role >= n_decode) & (role < n_decode + n_self_cond),
+        decode=rank < n_decode,
+        self_cond=(rank >= n_decode) & (rank < n_decode + n_self_cond),
         t=torch.sigmoid(cfg.t_mean + cfg.t_std * torch.randn(batch, generator=generator)),
-        w=(1 + cfg.w_min) * log_w.exp() - 1,
+        w=(1 + cfg.w_min) * ((1 + cfg.w_max) / (1 + cfg.w_min)) ** u - 1,                       # 1 + w is log-uniform
         p=torch.sigmoid(cfg.p_mean + cfg.p_std * torch.randn(batch, cfg.length, generator=generator)),
         eps=torch.randn(batch, cfg.length, cfg.latent_dim, generator=generator))
 
 
 def guidance_target(v, v_sc, v_no, w):
-    """Eq. (5): guidance of strength w (B,) learned in training, so that sampling needs no second pass.
+    """Eq. (5), v + (1 - 1/w) (v_sc - v_no): the network learns the guided velocity, so sampling needs no second pass.
 
-    v is the true velocity, v_sc and v_no the network's with and without self-conditioning, all (B, L, D).
+    v is the true velocity, v_sc and v_no the network's with and without self-conditioning, without gradient, all
+    (B, L, D); w (B,) is the guidance scale, 1 leaves v as it is.
     """
     return v + (1 - 1 / w)[:, None, None] * (v_sc - v_no)
 
 
 def flow_loss(model, x, ids, counted, draws):
-    """The training loss (Algorithms 1 and 3): 0.8 MSE of the velocity + 0.2 cross-entropy of the tokens.
+    """The training loss (Algs. 1 and 3): velocity MSE, Eq. (1), and cross-entropy, Eq. (2), on the two kinds of example.
 
-    x (B, L, D) clean latents of ids (B, L); counted (B, L) bool, the positions that count; draws from `draw`.
-    Returns the loss and its two means, MSE over the denoise and CE over the decode examples' positions.
+    x (B, L, D) are the clean latents of ids (B, L); counted (B, L) bool says which positions count; draws come from
+    `draw`, with examples of each kind. Returns three scalars: the loss, a weighted sum over all counted positions
+    divided by their number (0.8 MSE + 0.2 CE in expectation), and the plain means MSE and CE.
     """
     cfg = model.cfg
     decode, sc, t, w, p, eps = draws
     scale = torch.where(decode, cfg.decode_noise_scale, cfg.noise_scale)[:, None, None]
     z = corrupt(x, torch.where(decode[:, None], p, t[:, None]), scale * eps)    # (B, L, D)
-    t = torch.where(decode, 1.0, t)
+    t = torch.where(decode, 1.0, t)                 # decode examples: noise by p, but the network is told t = 1
 
     x_prev = torch.zeros_like(x)                    # the self-conditioning input: zero, or a first guess
     with torch.no_grad():
-        x_no = model.denoise(z[sc], t[sc], x_prev[sc], w[sc])
-    x_prev[sc] = x_no
+        x_prev[sc] = model.denoise(z[sc], t[sc], x_prev[sc], w[sc])
     x_hat, logits = model(z, t, x_prev, w, decode)
 
-    denoise = ~decode
-    v_hat = velocity(x_hat, z[denoise], t[denoise], cfg.t_floor)
-    target = velocity(x[denoise], z[denoise], t[denoise], cfg.t_floor)
-    guided = sc[denoise]                            # on these, v_hat itself is the velocity with self-conditioning
-    v_no = velocity(x_no, z[sc], t[sc], cfg.t_floor)
-    target[guided] = guidance_target(target[guided], v_hat[guided].detach(), v_no, w[sc])
+    m = ~decode                                     # the M denoise examples; all v are (M, L, D)
+    v = velocity(x[m], z[m], t[m], cfg.t_floor)                     # the true velocity
+    v_hat = velocity(x_hat, z[m], t[m], cfg.t_floor)                # the network's
+    v_no = velocity(x_prev[m], z[m], t[m], cfg.t_floor)             # its first guess's, of use where sc only
+    guided = guidance_target(v, v_hat.detach(), v_no, w[m])         # where sc, v_hat is the velocity with self-conditioning
+    target = torch.where(sc[m][:, None, None], guided, v)
 
-    mse = (v_hat - target).square().mean(-1)[counted[denoise]]                  # (counted denoise positions,)
+    se = (v_hat - target).square().mean(-1)[counted[m]]             # one number per counted denoise position
     ce = F.cross_entropy(logits[counted[decode]], ids[decode][counted[decode]], reduction="none")
-    share = decode.float().mean()                   # fixed counts are whole numbers: undo the rounding
-    total = (cfg.decode_share / share) * ce.sum() + (1 - cfg.decode_share) / (1 - share) * mse.sum()
-    return total / counted.sum(), mse.mean(), ce.mean()
+    share = decode.float().mean()                   # decode_share but for rounding, which the weights undo
+    total = (cfg.decode_share / share) * ce.sum() + (1 - cfg.decode_share) / (1 - share) * se.sum()
+    return total / counted.sum(), se.mean(), ce.mean()
 
 
 # ------------------------------------------------------------------------------------------ the samplers
 
 
 def time_grid(cfg, steps, kind="logit_normal", generator=None):
-    """A grid of `steps` + 1 times from 0 to 1, dense where the noise is (App. C.2).
+    """A grid (steps + 1,) of times from 0 to 1, steps >= 1. Raises ValueError on an unknown kind.
 
-    kind: `logit_normal` draws the inner times from training's law and sorts them, `quantile` takes the law's
-    quantiles instead, `uniform` spaces them evenly.
+    kind: `logit_normal` (App. C.2) sorts draws of sigmoid(N(t_mean, t_std^2)), which are dense near 0; `quantile` (ours)
+    takes that law's quantiles at i / steps; `uniform` takes i / steps itself.
     """
     even = torch.arange(1, steps) / steps
     if kind == "logit_normal":
@@ -364,16 +385,17 @@ def time_grid(cfg, steps, kind="logit_normal", generator=None):
 
 def gaussian(like, generator):
     """Standard Gaussian noise of the shape of `like`, from one generator or from a list with one per example."""
-    if isinstance(generator, (list, tuple)):
+    if isinstance(generator, list):
+        assert len(generator) == len(like), "one generator for each example"
         return torch.stack([torch.randn(like.shape[1:], generator=g) for g in generator]).to(like.device)
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
 @torch.no_grad()
 def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
-    """Follows the flow from z (B, L, D), noise at t = 0; yields (t, z, x_hat) after every step of grid.
+    """Follows the flow along grid, by Alg. 5 (ODE) or Alg. 6 (inspired by SDEs); the arguments are those of `sample`.
 
-    The arguments are those of `sample`. Algorithm 5 is the ODE, Algorithm 6 the SDE.
+    Yields t (float), z and x_hat (B, L, D) after each step.
     """
     if sampler not in ("ode", "sde"):
         raise ValueError(f"sampler={sampler}: takes ode or sde")
@@ -384,24 +406,27 @@ def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper
     w = torch.full_like(times[0], w)                                            # (B,)
     x_hat = torch.zeros_like(z)                                                 # no guess yet
     for step, (t, t_next) in enumerate(pairwise(times), start=1):
-        z_in, t_in = z, t
-        if sampler == "sde" and step < len(times) - 1:                          # go back a little, with new noise
-            alpha = (1 - gamma * (t_next - t)).clamp(0, 1)
-            z_in, t_in = corrupt(z, alpha[:, None], cfg.noise_scale * gaussian(z, generator)), alpha * t
-        x_hat = model.denoise(z_in, t_in, x_hat, w)                             # the last guess is an input
-        if sde_start == "released":
-            z, t = z_in, t_in
+        z_back, t_back = z, t
+        if sampler == "sde" and step < len(grid) - 1:                           # go back a little; not in the last step
+            alpha = (1 - gamma * (t_next - t)).clamp(0, 1)                      # (B,) 1: stay here, 0: start anew
+            noise = cfg.noise_scale * gaussian(z, generator)
+            z_back = corrupt(z, alpha[:, None], noise)                          # alpha z + (1 - alpha) noise
+            t_back = alpha * t
+        x_hat = model.denoise(z_back, t_back, x_hat, w)                         # the last guess goes in, the next comes out
+        if sde_start == "released":                                             # step from there; the paper steps from (z, t)
+            z, t = z_back, t_back
         z = euler(z, x_hat, t, t_next, cfg.t_floor)
         yield t_next[0].item(), z, x_hat
 
 
 def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
-    """Carries noise z (B, L, D), already scaled, along grid (steps + 1,) to t = 1 and returns it there.
+    """Carries z (B, L, D), cfg.noise_scale times standard noise, along grid (steps + 1,) to t = 1; returns it there.
 
-    sampler: `ode`, or `sde`, which puts noise of strength gamma back before every call but the last.
-    w: guidance scale of self-conditioning. sde_start: where an SDE step starts from, `paper` the state before
-    the noise was put back (Algorithm 6), `released` the state after it. generator: one torch.Generator (CPU), or
-    a list with one per example, so that a sample doesn't depend on its batch. len(grid) - 1 network calls.
+    sampler: `ode`, or `sde`, which before every call but the last goes back from t by the factor 1 - gamma dt with new
+    noise. gamma >= 0; at 0 it is the ODE. w: guidance scale of self-conditioning, trained on [cfg.w_min, cfg.w_max], 1 is
+    none. sde_start: an SDE step starts from the state before going back (`paper`, Alg. 6) or after (`released`).
+    generator: a CPU torch.Generator, or a list with one per example, so that no sample depends on its batch.
+    Makes len(grid) - 1 network calls. Raises ValueError on an unknown sampler or sde_start.
     """
     for _, z, _ in trajectory(model, z, grid, sampler, gamma, w, sde_start, generator):
         pass
@@ -443,11 +468,8 @@ def write_safely(path, write):
 def save_model(folder, state, cfg):
     """Writes weights (a state_dict) and settings to a folder that load_model reads."""
     from safetensors.torch import save_file
-
-    def write_config(path):
-        with open(path, "w") as file:
-            json.dump(dataclasses.asdict(cfg), file, indent=1)
-    write_safely(f"{folder}/config.json", write_config)
+    settings = json.dumps(dataclasses.asdict(cfg), indent=1)
+    write_safely(f"{folder}/config.json", lambda path: Path(path).write_text(settings))
     write_safely(f"{folder}/model.safetensors", lambda path: save_file(state, path))
 
 
@@ -468,7 +490,7 @@ def load_config(folder):
 def load_model(source, device="cpu"):
     """The model in a folder that train.py wrote (its averaged weights), in eval mode, and its Config.
 
-    Raises UserError where the folder is none, is damaged, or holds weights that don't fit its settings.
+    Raises UserError where there is no model, or a damaged one, or weights that don't fit the settings.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -479,7 +501,7 @@ def load_model(source, device="cpu"):
         state = load_file(f"{source}/model.safetensors")
         model.load_state_dict(state, assign=True)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{source}/model.safetensors: cannot be read, perhaps cut off ({one_line(error)})") from None
+        raise UserError(f"{source}/model.safetensors: missing or cut off ({one_line(error)})") from None
     except RuntimeError as error:                                   # torch names what is missing, unknown or misshapen
         raise UserError(f"{source}: the weights don't fit config.json: {one_line(error)}") from None
     return model.to(device).eval(), cfg

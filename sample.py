@@ -131,24 +131,24 @@ def start(cfg, seed, ids, device):
     return cfg.noise_scale * elf.gaussian(shape, generators), generators
 
 
-def generate(model, n, seed, batch, grid="logit_normal", steps=32, **how):
-    """n samples as token ids (n, L). `how` are keyword arguments of elf.sample."""
+def generate(model, n, seed, batch, grid="logit_normal", steps=32, w=1.0, **how):
+    """n samples as token ids (n, L). `how` are further keyword arguments of elf.sample."""
     cfg, device = model.cfg, next(model.parameters()).device
     times = elf.time_grid(cfg, steps, grid, seeded(seed, 0))
     ids = []
     for first in range(0, n, batch):
         z, generators = start(cfg, seed, range(first, min(first + batch, n)), device)
-        z = elf.sample(model, z, times, generator=generators, **how)
-        ids.append(elf.decode_ids(model, z, how["w"]).cpu())
+        z = elf.sample(model, z, times, w=w, generator=generators, **how)
+        ids.append(elf.decode_ids(model, z, w).cpu())
     return torch.cat(ids)
 
 
-def trace(model, tokenizer, seed, grid, steps, **how):
+def trace(model, tokenizer, seed, grid, steps, w, **how):
     """One text taking shape: after each step its time and the tokens that the prediction reads as."""
     z, generators = start(model.cfg, seed, [0], next(model.parameters()).device)
     times = elf.time_grid(model.cfg, steps, grid, seeded(seed, 0))
-    for t, z, x_hat in elf.trajectory(model, z, times, generator=generators, **how):
-        ids = elf.decode_ids(model, z if t == 1 else x_hat, how["w"])[0].tolist()
+    for t, z, x_hat in elf.trajectory(model, z, times, w=w, generator=generators, **how):
+        ids = elf.decode_ids(model, z if t == 1 else x_hat, w)[0].tolist()
         yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]) for i in ids]
 
 
@@ -156,7 +156,7 @@ def print_trace(lines):
     """The trace as text; tokens that the last step changed stand in brackets."""
     before = None
     for t, tokens in lines:
-        print(f"t={t:.3f} ", " ".join(f"[{new}]" if before and new != old else new for new, old in zip(tokens, before or tokens)))
+        print(f"t={t:.3f} ", " ".join(f"[{new}]" if before and new != old else new for new, old in zip(tokens, before or tokens)).rstrip())
         before = tokens
 
 
@@ -166,14 +166,15 @@ def plot_trace(lines, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     final = lines[-1][1]
-    width = max(sum(bool(token) for token in tokens) for _, tokens in lines)
-    figure, axis = plt.subplots(figsize=(0.62 * width + 0.8, 0.24 * len(lines) + 0.3), layout="constrained")
+    widths = [max(map(len, column)) + 1 for column in zip(*(tokens for _, tokens in lines)) if any(column)]
+    places = [sum(widths[:i]) + width / 2 for i, width in enumerate(widths)]
+    figure, axis = plt.subplots(figsize=(0.085 * (sum(widths) + 9), 0.22 * len(lines) + 0.1), layout="constrained")
     for row, (t, tokens) in enumerate(lines):
-        axis.text(-1, row, f"t = {t:.2f}", fontsize=9, color="0.5", ha="center", va="center")
-        for column, token in enumerate(tokens):
-            axis.text(column, row, token.replace("$", r"\$"), fontsize=9, ha="center", va="center",
-                      color="black" if token == final[column] else "tab:orange")
-    axis.set(xlim=(-1.6, width - 0.4), ylim=(len(lines) - 0.5, -0.5))
+        axis.text(-9, row, f"t = {t:.2f}", fontsize=9, color="0.5", va="center")
+        for place, token, last in zip(places, tokens, final):
+            axis.text(place, row, token.replace("$", r"\$"), fontsize=9, ha="center", va="center",
+                      color="black" if token == last else "tab:orange")
+    axis.set(xlim=(-9, sum(widths)), ylim=(len(lines) - 0.5, -0.5))
     axis.axis("off")
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -215,9 +216,10 @@ def load_reference(cfg, tokenizer, path, n):
     """
     if cfg.data == "tiny":
         return [tokenizer.encode(text) for text in tiny_config.heldout_stories()[:n]], tiny_config.judge_stories
-    if not path and not os.path.isfile(cfg.data):
+    path = path or tiny_config.local_path(cfg.data)
+    if not os.path.isfile(path):
         return None
-    text = tiny_config.read_text(path or cfg.data)
+    text = tiny_config.read_text(path)
     ids = tokenizer.encode(text)
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     return rows[::max(len(rows) // n, 1)][:n], lambda texts: tiny_config.judge_text(texts, text)
@@ -239,7 +241,7 @@ def settings(options, cfg):
     lists = []
     for name, kind in SWEEPS.items():
         default = {"steps": cfg.sample_steps, "gamma": cfg.gamma, "w": cfg.w}.get(name)
-        given = getattr(options, name) or str(default)
+        given = getattr(options, name) or str(default or getattr(Options, name))
         lists.append([read_value(f"--{name}", value, kind) for value in given.split(",")])
     found = []
     for combination in itertools.product(*lists):
@@ -263,10 +265,21 @@ def main(argv):
     for name in ("n", "batch"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
-    for path in filter(None, (options.out, options.json, options.plot)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            raise UserError(f"{path}: its folder does not exist")
+    if options.seed < 0:
+        raise UserError(f"--seed={options.seed}: must not be negative")
+    for name in ("out", "json", "plot"):
+        path = getattr(options, name)
+        if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
+            raise UserError(f"--{name}={path}: no file can be written there")
+    if options.plot and not options.plot.endswith(".png"):
+        raise UserError(f"--plot={options.plot}: must end in .png")
+    if (options.trace or options.plot) and (options.out or options.json):
+        raise UserError("--trace and --plot show one text; --out and --json write many: use one or the other")
+    if options.data and not os.path.isfile(options.data):
+        raise UserError(f"--data={options.data}: no such file")
     model, cfg = elf.load_model(options.model, pick_device(options.device))
+    if options.data and cfg.data == "tiny":
+        raise UserError("--data is for models of text; a model of the tiny language is judged by its rules")
     sweep = settings(options, cfg)
     if len(sweep) > 1 and (options.out or options.trace or options.plot):
         raise UserError("--out, --trace and --plot take one setting, not a sweep")

@@ -1,5 +1,6 @@
 """Tests: golden figures, the mathematics, the tiny language, the two programs, bad input."""
 import dataclasses
+import io
 import json
 import math
 import os
@@ -490,7 +491,7 @@ def test_muon_equals_a_plain_computation_matrix_by_matrix():
 
 def test_muon_has_the_matrices_and_adam_the_rest():
     model = ELF(GOLDEN)
-    (muon, _), (adam, _) = train.make_optimizers(model, GOLDEN)
+    (muon, _), (adam, _) = train.make_optimizers(model, 0.01, 0.003)
     in_muon, in_adam = ({id(p) for p in o.param_groups[0]["params"]} for o in (muon, adam))
     for name, p in model.named_parameters():
         assert (id(p) in in_muon) == (p.ndim == 2) and (id(p) in in_adam) == (p.ndim != 2), name
@@ -624,9 +625,11 @@ def test_a_sweep_ends_in_a_table_and_repeats_nothing(run_folder, tmp_path, capsy
     assert "sampler" in capsys.readouterr().out.splitlines()[-len(rows) - 1]
 
 
-def test_trace_shows_each_step_and_marks_changes(run_folder, capsys):
+def test_trace_shows_each_step_and_marks_changes(run_folder, tmp_path, capsys):
     sample.main([f"--model={run_folder}", "--trace", "--steps=5"])
     lines = capsys.readouterr().out.strip().splitlines()
+    sample.main([f"--model={run_folder}", f"--plot={tmp_path}/trace.png", "--steps=5"])
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out.strip().splitlines() == lines
     assert len(lines) == 5 and lines[-1].startswith("t=1.000") and "[" not in lines[0]
     assert "[" in "".join(lines[1:])
 
@@ -650,10 +653,11 @@ def test_resume_after_kill_9_is_exact(run_folder, tmp_path, few_stories, capsys)
     killed = subprocess.run([sys.executable, "-c", DYING, "--config=tiny", f"--out_dir={folder}", *SMALL], cwd=HERE)
     assert killed.returncode == -signal.SIGKILL
     assert weights_of(folder)["step"] == 20
-    train.main(["--config=tiny", f"--out_dir={folder}", "--resume", "--eval_every=20"])
+    train.main(["--config=tiny", f"--out_dir={folder}", "--resume"])
     assert_same(weights_of(folder), weights_of(run_folder))
     steps = [[json.loads(line)["step"] for line in open(f / "metrics.jsonl")] for f in (folder, run_folder)]
     assert steps[0] == steps[1]                                     # no entry twice, none missing
+    assert (folder / "samples.txt").read_text() == (run_folder / "samples.txt").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -671,7 +675,7 @@ def test_interrupts_save_and_say_how_to_go_on(run_folder, tmp_path, few_stories,
     assert stop.value.code == 1 and weights_of(folder)["step"] == 7
     message = capsys.readouterr().err
     assert "step 7" in message and f"--out_dir={folder} --resume" in message
-    train.main(["--config=tiny", f"--out_dir={folder}", "--resume", "--eval_every=20"])
+    train.main(["--config=tiny", f"--out_dir={folder}", "--resume"])
     assert_same(weights_of(folder), weights_of(run_folder))
 
 
@@ -680,19 +684,19 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(tmp_pa
 
     def loss(self, model, ids, generator):
         result = whole(self, model, ids, generator)
-        return (result[0] * float("nan"), *result[1:]) if self.step == 25 else result
+        return (result[0] * float("nan"), *result[1:]) if self.step == 19 else result
     monkeypatch.setattr(train.Trainer, "loss", loss)
     with pytest.raises(SystemExit) as stop:
         train.main(["--config=tiny", f"--out_dir={folder}", *SMALL])
-    assert stop.value.code == 1 and "step 26" in capsys.readouterr().err
-    assert weights_of(folder)["step"] == 20 and elf.load_model(folder)
+    assert stop.value.code == 1 and "step 20" in capsys.readouterr().err
+    assert weights_of(folder)["step"] == 0 and elf.load_model(folder)
 
 
 def test_a_kill_during_a_checkpoint_write_leaves_the_previous_one(run_folder, tmp_path, monkeypatch):
     folder = tmp_path / "copy"
     shutil.copytree(run_folder, folder)
     before = weights_of(folder)
-    trainer = train.Trainer(elf.load_config(folder), 0, None, torch.zeros(1, 1), "cpu")
+    trainer = train.Trainer(elf.load_config(folder), None, torch.zeros(1, 1), "cpu")
 
     def cut_off(state, path):
         with open(path, "wb") as file:
@@ -710,6 +714,7 @@ def test_a_kill_during_a_checkpoint_write_leaves_the_previous_one(run_folder, tm
 
 def test_an_existing_folder_is_not_overwritten(run_folder, capsys):
     before = (run_folder / "state.pt").read_bytes()
+    assert "__init__" not in refused(capsys, train, "--config=tiny", f"--out_dir={run_folder}/state.pt/deeper")
     line = refused(capsys, train, "--config=tiny", f"--out_dir={run_folder}")
     assert "--resume" in line and "--out_dir" in line
     assert (run_folder / "state.pt").read_bytes() == before
@@ -720,11 +725,24 @@ def test_an_existing_folder_is_not_overwritten(run_folder, capsys):
     (["--config=tiny", "--hidden=wide"], ["hidden", "wide", "whole number"]), (["--config=tiny", "--lr=nan"], ["lr", "nan"]),
     (["--config=tiny", "--lr"], ["lr", "value"]), (["--config=tiny", "--resume=maybe"], ["resume", "maybe"]), (["tiny"], ["tiny"]),
     (["--config=tiny", "--heads=5"], ["heads", "5"]), (["--config=tiny", "--batch=2"], ["batch", "2"]),
+    (["--config=tiny", "--length=20"], ["length", "20", "24 tokens"]), (["--config=tiny", "--seed=-1"], ["seed", "-1"]),
     (["--config=tiny", "--data=/no/such/file"], ["/no/such/file"]), (["--config=tiny", "--device=abacus"], ["abacus"])])
 def test_train_refuses_in_one_line(tmp_path, capsys, argv, words):
     line = refused(capsys, train, *argv, f"--out_dir={tmp_path / 'new'}")
     assert all(word in line for word in words), line
     assert not (tmp_path / "new").exists()
+
+
+def test_an_address_is_fetched_once_and_no_network_says_what_to_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tiny_config.urllib.request, "urlopen", lambda address, timeout: io.BytesIO(b"to be or not"))
+    assert tiny_config.read_text("https://one.invalid/a/input.txt") == "to be or not"
+
+    def offline(address, timeout):
+        raise OSError("no network")
+    monkeypatch.setattr(tiny_config.urllib.request, "urlopen", offline)
+    assert tiny_config.read_text("https://one.invalid/a/input.txt") == "to be or not"      # kept
+    assert "--data=FILE" in refused(capsys, train, "--config=tiny_text", "--data=https://two.invalid/a/input.txt")
 
 
 @pytest.mark.parametrize("content, word", [
@@ -740,7 +758,9 @@ def test_bad_text_files_are_refused(tmp_path, capsys, content, word):
     ([], ["--model"]), (["--model=/no/such/folder"], ["/no/such/folder"]), (["--model={}", "--steps=4,x"], ["steps", "x"]),
     (["--model={}", "--steps=0"], ["steps"]), (["--model={}", "--sampler=heun"], ["sampler", "heun"]), (["--model={}", "--w=0"], ["w"]),
     (["--model={}", "--n=0"], ["n"]), (["--model={}", "--step=3"], ["step", "steps"]), (["--model={}", "--out=/no/such/x.jsonl"], ["/no/such"]),
-    (["--model={}", "--steps=1,2", "--out=x.jsonl"], ["--out"])])
+    (["--model={}", "--steps=1,2", "--out=x.jsonl"], ["--out"]), (["--model={}", "--seed=-1"], ["seed"]), (["--model={}", "--out={}"], ["--out"]),
+    (["--model={}", "--trace", "--json=x.json"], ["--trace", "--json"]), (["--model={}", "--plot=x.abc"], [".png"]),
+    (["--model={}", "--data=/no/such"], ["/no/such"]), (["--model={}", "--data={}/samples.txt"], ["tiny"])])
 def test_sample_refuses_in_one_line(run_folder, capsys, argv, words):
     line = refused(capsys, sample, *(arg.format(run_folder) for arg in argv))
     assert all(word in line for word in words), line
@@ -769,6 +789,9 @@ def test_missing_and_foreign_checkpoints_are_refused(run_folder, tmp_path, capsy
     argv = ["--config=tiny", f"--out_dir={folder}", "--resume"]
     assert "seed" in refused(capsys, train, *argv, "--seed=7")
     assert "hidden" in refused(capsys, train, *argv, "--hidden=64")
+    damaged = weights_of(folder)
+    torch.save(damaged | {"data": "something else"}, folder / "state.pt")
+    assert "other data" in refused(capsys, train, *argv)
     torch.save({"step": 3, "weights": torch.zeros(2)}, folder / "state.pt")
     assert "not a checkpoint" in refused(capsys, train, *argv)
     (folder / "state.pt").unlink()
@@ -822,6 +845,20 @@ def test_a_text_file_trains_and_generates(tmp_path, capsys):
     row, = json.load(open(tmp_path / "table.json"))
     assert row["data_entropy"] > 0 and {"known_words", "longest_copy"} <= row.keys()
     # packing: the blocks, held-out ones included, are the text, but for an incomplete last block
-    cfg, encoder, ids, heldout = train.load_data(elf.load_config(folder), 0, "cpu", f"{folder}/encoder")
+    cfg, encoder, ids, heldout = train.load_data(elf.load_config(folder), "cpu", f"{folder}/encoder")
     packed = encoder.tokenizer.decode(torch.cat([ids, heldout]).flatten().tolist())
     assert (text + "</s>").startswith(packed) and len(text) - len(packed) < 16 * 5
+
+
+# ------------------------------------------------------------------------------- what the README says, in full (slow)
+
+
+@pytest.mark.slow
+def test_the_laptop_run_learns_the_language(tmp_path):
+    """The README's first command, and the quality that it promises, on 512 samples as they come."""
+    train.main(["--config=tiny", f"--out_dir={tmp_path / 'tiny'}", "--device=cpu"])
+    sample.main([f"--model={tmp_path / 'tiny'}", "--n=512", "--steps=32", f"--json={tmp_path / 'table.json'}"])
+    row, = json.load(open(tmp_path / "table.json"))
+    assert row["sampler"] == "sde" and row["valid"] >= 0.9 and row["novel"] >= 0.8
+    for name in ("entropy", "entropy_pooled"):
+        assert abs(row[name] - row[f"data_{name}"]) < 0.1

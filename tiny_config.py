@@ -5,14 +5,18 @@ it either obeys all the rules or it doesn't. `tiny_text` learns any text file yo
 encoder from scratch first (about half a minute) and freeze it, as the full-size runs freeze a pretrained one.
 """
 import functools
+import hashlib
+import http.client
 import math
 import os
 import random
 import re
 import urllib.request
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from elf import Config, UserError, write_safely
 
@@ -123,23 +127,28 @@ def judge_stories(texts):
 # ------------------------------------------------------------------------------------------ any text
 
 
-def read_text(path):
-    """The text of a UTF-8 file, or of an http address, which is fetched once and kept in data/."""
-    if path.startswith(("http://", "https://")):
-        kept = os.path.join("data", os.path.basename(os.path.dirname(path)) + "_" + os.path.basename(path))
-        if not os.path.isfile(kept):
-            try:
-                with urllib.request.urlopen(path, timeout=30) as reply:
-                    body = reply.read()
-            except OSError as error:
-                raise UserError(f"--data={path} cannot be fetched ({error}); pass a text file of your own: --data=FILE") from None
-            os.makedirs("data", exist_ok=True)
+def local_path(path):
+    """Where the text of a path or of an http address lies, or will lie once it has been fetched."""
+    if not path.startswith(("http://", "https://")):
+        return path
+    return os.path.join("data", hashlib.sha256(path.encode()).hexdigest()[:8] + "_" + os.path.basename(path))
 
-            def write(name):
-                with open(name, "wb") as file:
-                    file.write(body)
-            write_safely(kept, write)
-        path = kept
+
+def fetch(address, path):
+    try:
+        with urllib.request.urlopen(address, timeout=30) as reply:
+            body = reply.read()
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise UserError(f"--data={address} cannot be fetched ({error}); pass a text file of your own: --data=FILE") from None
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_safely(path, lambda name: Path(name).write_bytes(body))
+
+
+def read_text(source):
+    """The text of a UTF-8 file, or of an http address, which is fetched once and kept in data/."""
+    path = local_path(source)
+    if path != source and not os.path.isfile(path):
+        fetch(source, path)
     try:
         with open(path, "rb") as file:
             raw = file.read()
@@ -202,24 +211,30 @@ def byte_tokenizer(text, pieces):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
 
 
-def train_encoder(ids, tokenizer, width, steps, seed, batch=64, layers=2, lr=5e-3, masked=0.3):
-    """Trains a small T5 encoder on ids (N, L) by guessing masked tokens; returns it frozen."""
+def train_encoder(ids, tokenizer, width, steps, seed, make_optimizers, batch=64, masked=0.3):
+    """Trains a small T5 encoder on ids (N, L) to guess masked tokens from their context.
+
+    make_optimizers: (model, Muon's learning rate, Adam's) -> [(optimizer, its rate), ...].
+    """
     from transformers import T5Config, T5EncoderModel
     torch.manual_seed(seed)
     encoder = T5EncoderModel(T5Config(
-        vocab_size=len(tokenizer), d_model=width, d_kv=width // 4, num_heads=4, d_ff=2 * width, num_layers=layers,
+        vocab_size=len(tokenizer), d_model=width, d_kv=max(width // 4, 1), num_heads=4, d_ff=2 * width, num_layers=2,
         feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
-    optimizer = torch.optim.AdamW(encoder.parameters(), lr=lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 20) * (1 - step / steps))
-    for step in range(steps):
-        clean = ids[torch.randint(len(ids), (batch,))]
-        hidden_out = torch.rand(clean.shape) < masked
-        h = encoder(input_ids=clean.masked_fill(hidden_out, tokenizer.mask_token_id)).last_hidden_state
-        logits = F.linear(h[hidden_out] * width ** -0.5, encoder.shared.weight)     # the head is the embedding, scaled
-        loss = F.cross_entropy(logits, clean[hidden_out])
-        optimizer.zero_grad()
+    optimizers, losses = make_optimizers(encoder, 0.02, 0.005), []
+    for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
+        clean = ids[torch.randint(len(ids), (batch,))]                                  # (batch, L)
+        hidden = torch.rand(clean.shape) < masked
+        h = encoder(input_ids=clean.masked_fill(hidden, tokenizer.mask_token_id)).last_hidden_state
+        logits = F.linear(h[hidden] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled
+        loss = F.cross_entropy(logits, clean[hidden])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    return encoder.eval().requires_grad_(False)
+        for optimizer, lr in optimizers:
+            optimizer.param_groups[0]["lr"] = lr * min(1, (step + 1) / 20) * (1 - step / steps)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    last = losses[-50:]
+    print(f"encoder: cross-entropy {losses[0]:.2f} at first, {sum(last) / len(last):.2f} in the end, on masked tokens", flush=True)
+    return encoder

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pickle
+import shlex
 import signal
 import sys
 import time
@@ -37,15 +38,13 @@ class Options:
     config: str = key("", f"preset: {', '.join(PRESETS)}; every key of the second list changes one value of it")
     out_dir: str = key("", "folder to write to (empty: out/ and the preset's name)")
     resume: bool = key(False, "go on with the run in out_dir, with exactly the weights it would have had")
-    seed: int = key(0, "the same seed gives the same weights")
-    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run)")
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
 
 
 # ------------------------------------------------------------------------------------------ data
 
 
-def load_data(cfg, seed, device, folder=None):
+def load_data(cfg, device, folder=None):
     """(cfg with its open values filled in, encoder, training ids (N, L), held-out ids (M, L)).
 
     folder: where a run that is resumed keeps the encoder it trained.
@@ -69,12 +68,16 @@ def load_data(cfg, seed, device, folder=None):
 
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
-        encoder = elf.Encoder(tiny_config.train_encoder(train, tokenizer, cfg.latent_dim, cfg.encoder_steps, seed).to(device), tokenizer)
+        model = tiny_config.train_encoder(train, tokenizer, cfg.latent_dim, cfg.encoder_steps, cfg.seed, make_optimizers)
+        encoder = elf.Encoder(model.to(device), tokenizer)
     return fit(cfg, encoder, train), encoder, train, heldout
 
 
 def fill(tokenizer, texts, length):
+    """Texts as one tensor of token ids (N, L), each filled up with EOS."""
     rows = tokenizer(texts)["input_ids"]
+    if (longest := max(map(len, rows))) >= length:
+        raise UserError(f"--length={length}: the longest text has {longest} tokens, and an end must fit behind it")
     return torch.tensor([row + [tokenizer.eos_token_id] * (length - len(row)) for row in rows])
 
 
@@ -144,12 +147,12 @@ def orthogonal(g, steps=5):
     return (x.mT if tall else x).to(g.dtype)
 
 
-def make_optimizers(model, cfg):
-    """Muon on the 2-D weights, Adam on biases, norms and learned tokens; each with its full learning rate."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    adam_lr = cfg.adam_lr or cfg.lr
-    return [(Muon(matrices, cfg.lr), cfg.lr), (torch.optim.Adam(others, adam_lr, betas=(0.9, 0.999), eps=1e-8), adam_lr)]
+def make_optimizers(model, lr, adam_lr):
+    """Muon on the weights of linear layers, Adam on all others (biases, norms, learned tokens, embeddings); with their rates."""
+    matrices = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    taken = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in taken]
+    return [(Muon(matrices, lr), lr), (torch.optim.Adam(others, adam_lr, betas=(0.9, 0.999), eps=1e-8), adam_lr)]
 
 
 def schedule(step, cfg):
@@ -172,16 +175,16 @@ def make_average(model, decay):
 class Trainer:
     """All the state of a run, its checkpoints, and its one step."""
 
-    def __init__(self, cfg, seed, encoder, ids, device):
-        torch.manual_seed(seed)
-        self.cfg, self.seed, self.encoder, self.ids, self.device, self.step = cfg, seed, encoder, ids, device, 0
+    def __init__(self, cfg, encoder, ids, device):
+        torch.manual_seed(cfg.seed)
+        self.cfg, self.encoder, self.ids, self.device, self.step = cfg, encoder, ids, device, 0
         self.data = fingerprint(ids)
         self.model = elf.ELF(cfg).to(device)
         self.average = make_average(self.model, cfg.ema)
-        self.optimizers = make_optimizers(self.model, cfg)
+        self.optimizers = make_optimizers(self.model, cfg.lr, cfg.adam_lr or cfg.lr)
 
     def state(self):
-        return {"step": self.step, "seed": self.seed, "data": self.data, "model": self.model.state_dict(),
+        return {"step": self.step, "data": self.data, "model": self.model.state_dict(),
                 "average": self.average.state_dict(), "optimizers": [o.state_dict() for o, _ in self.optimizers]}
 
     def save(self, folder):
@@ -201,9 +204,8 @@ class Trainer:
             raise UserError(f"{path}: refused, as it is cut off or holds more than plain tensors and numbers") from None
         if not isinstance(state, dict) or state.keys() != self.state().keys():
             raise UserError(f"{path}: not a checkpoint of this program")
-        for name in ("seed", "data"):
-            if state[name] != getattr(self, name):
-                raise UserError(f"{path}: the run had another {name} ({state[name]}, now {getattr(self, name)})")
+        if state["data"] != self.data:
+            raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
         try:
             self.model.load_state_dict(state["model"])
             self.average.load_state_dict(state["average"])
@@ -216,12 +218,12 @@ class Trainer:
     def train_step(self):
         """One step of the optimisers; returns its figures. The random numbers depend on seed and step alone."""
         cfg = self.cfg
-        rows = batch_rows(self.step, cfg.batch, len(self.ids), self.seed)
-        loss, mse, ce = self.loss(self.model, self.ids[rows], seeded(self.seed, 3, self.step))
-        if not math.isfinite(loss.item()):
-            raise Stopped(f"the loss of step {self.step + 1} is {loss.item()}; a smaller --lr may help")
+        rows = batch_rows(self.step, cfg.batch, len(self.ids), self.cfg.seed)
+        loss, mse, ce = self.loss(self.model, self.ids[rows], seeded(self.cfg.seed, 3, self.step))
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip)
+        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):        # before it reaches the weights
+            raise Stopped(f"step {self.step + 1} has loss {loss.item()} and gradient norm {norm.item()}; a smaller --lr may help")
         for optimizer, lr in self.optimizers:
             optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
             optimizer.step()
@@ -241,7 +243,7 @@ class Trainer:
     def heldout_loss(self, ids):
         """MSE and CE of the averaged weights on up to four batches of held-out ids, with the same draws each time."""
         batches = [rows for rows in ids.split(self.cfg.batch)[:4] if len(rows) >= 3]
-        losses = [self.loss(self.average.module, rows, seeded(self.seed, 4, i)) for i, rows in enumerate(batches)]
+        losses = [self.loss(self.average.module, rows, seeded(self.cfg.seed, 4, i)) for i, rows in enumerate(batches)]
         means = torch.tensor(losses).mean(0).tolist() if losses else [math.nan] * 3
         return {"heldout_mse": means[1], "heldout_ce": means[2]}
 
@@ -257,25 +259,50 @@ def fingerprint(ids):
 # ------------------------------------------------------------------------------------------ logs
 
 
+def read_lines(path):
+    if not os.path.isfile(path):
+        return []
+    with open(path, encoding="utf-8") as file:
+        return file.readlines()
+
+
+def rewrite(path, lines):
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def append(path, text):
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(text)
+
+
 class Log:
-    """metrics.jsonl, one line per entry; a resumed run drops the entries after the step it goes on from."""
+    """metrics.jsonl, one line per entry, and samples.txt; a resumed run drops what comes after the step it goes on from."""
 
     def __init__(self, folder, step):
-        self.path = f"{folder}/metrics.jsonl"
-        kept = [line for line in open(self.path) if json.loads(line)["step"] <= step] if os.path.isfile(self.path) else []
-        with open(self.path, "w") as file:
-            file.writelines(kept)
+        self.metrics, self.samples = f"{folder}/metrics.jsonl", f"{folder}/samples.txt"
+        lines = read_lines(self.metrics)
+        rewrite(self.metrics, [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step])
+        lines = read_lines(self.samples)
+        later = [i for i, line in enumerate(lines) if line.startswith("--- step ") and int(line.split()[2]) > step]
+        rewrite(self.samples, lines[:later[0]] if later else lines)
 
     def write(self, **entry):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(entry) + "\n")
+        append(self.metrics, json.dumps(entry) + "\n")
+
+    def show(self, step, figures, texts):
+        """Logs held-out figures and some samples, and prints the figures and two samples."""
+        self.write(step=step, **figures)
+        append(self.samples, f"--- step {step}\n" + "\n".join(texts[:8]) + "\n")
+        tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+        tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
 
     def plot(self, path):
         """The losses over the steps as a picture."""
         import matplotlib
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
-        entries = [json.loads(line) for line in open(self.path)]
+        entries = [json.loads(line) for line in open(self.metrics)]
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
         for axis, name, title in zip(axes, ("mse", "ce"), ("velocity MSE (denoise)", "cross-entropy (decode)")):
             for series, label in ((name, "training"), (f"heldout_{name}", "held out, averaged weights")):
@@ -293,16 +320,17 @@ class Log:
 def evaluate(trainer, heldout, reference, n, steps):
     """Held-out losses and n samples of the averaged weights: (figures, texts)."""
     cfg, tokenizer = trainer.cfg, trainer.encoder.tokenizer
-    rows = generate(trainer.average.module, n, trainer.seed, 128, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
+    rows = generate(trainer.average.module, n, cfg.seed, 128, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
     texts = [elf.to_text(tokenizer, row) for row in rows]
     return trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts
 
 
-def run_training(trainer, heldout, folder, eval_every):
+def run_training(trainer, heldout, folder):
     """The training loop, from the trainer's step to the last one."""
     cfg, log, first, began = trainer.cfg, Log(folder, trainer.step), trainer.step, time.time()
+    eval_every = cfg.eval_every or max(cfg.steps // 10, 1)
     reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256)
-    bar = tqdm(total=cfg.steps, initial=first, disable=not sys.stderr.isatty(), unit="step")
+    bar = tqdm(total=cfg.steps, initial=first, disable=None, unit="step")            # a bar on terminals only
     with Interrupts() as interrupts:
         while trainer.step < cfg.steps:
             figures = trainer.train_step()
@@ -316,17 +344,12 @@ def run_training(trainer, heldout, folder, eval_every):
                 log.write(step=step, **figures, tokens_per_s=tokens_per_s)
                 if bar.disable:
                     print(f"step {step}/{cfg.steps}: mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {tokens_per_s:,} tokens/s", flush=True)
+            if step % eval_every == 0 or last:
+                log.show(step, *evaluate(trainer, heldout, reference, *((256, cfg.sample_steps) if last else (32, 16))))
             if step % eval_every == 0 or last or interrupts:
                 trainer.save(folder)
             if interrupts and not last:
                 raise Stopped(f"stopped at step {step}, which is saved")
-            if step % eval_every == 0 or last:
-                figures, texts = evaluate(trainer, heldout, reference, *((256, cfg.sample_steps) if last else (32, 16)))
-                log.write(step=step, **figures)
-                with open(f"{folder}/samples.txt", "a", encoding="utf-8") as file:
-                    file.write(f"--- step {step}\n" + "\n".join(texts[:8]) + "\n")
-                shown = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-                tqdm.write("\n".join([f"step {step}: {shown}"] + [f"  | {line}" for text in texts[:2] for line in text.splitlines()]))
     bar.close()
     log.plot(f"{folder}/loss.png")
 
@@ -355,10 +378,15 @@ def settings(argv):
     if options.config not in PRESETS:
         raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
-    again = f"python train.py --config={options.config} --out_dir={folder} --resume"
+    again = shlex.join(["python", "train.py", f"--config={options.config}", f"--out_dir={folder}", "--resume"])
     if not options.resume:
         if os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
+        parent = os.path.abspath(folder)
+        while not os.path.exists(parent):
+            parent = os.path.dirname(parent)
+        if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
+            raise UserError(f"--out_dir={folder}: {parent} is no folder that can be written to")
         return options, override(PRESETS[options.config], changes), folder, again
     cfg = elf.load_config(folder)
     for name, value in dataclasses.asdict(override(cfg, changes)).items():
@@ -370,10 +398,10 @@ def settings(argv):
 def main(argv):
     options, cfg, folder, again = settings(argv)
     device = pick_device(options.device)
-    cfg, encoder, ids, heldout = load_data(cfg, options.seed, device, f"{folder}/encoder" if options.resume else None)
+    cfg, encoder, ids, heldout = load_data(cfg, device, f"{folder}/encoder" if options.resume else None)
     if cfg.steps == 0:
         cfg = dataclasses.replace(cfg, steps=max(round(cfg.epochs * len(ids) / cfg.batch), 1))
-    trainer = Trainer(cfg, options.seed, encoder, ids, device)
+    trainer = Trainer(cfg, encoder, ids, device)
     if options.resume:
         trainer.load(folder)
     else:
@@ -384,7 +412,7 @@ def main(argv):
           f"{ids.numel():,} training tokens in {len(ids):,} rows, {cfg.batch * cfg.length:,} tokens a step, "
           f"steps {trainer.step} to {cfg.steps}", flush=True)
     try:
-        run_training(trainer, heldout, folder, options.eval_every or max(cfg.steps // 10, 1))
+        run_training(trainer, heldout, folder)
     except Stopped as why:
         print(f"{why}. To go on from the last checkpoint: {again}", file=sys.stderr)
         raise SystemExit(1) from None
