@@ -444,15 +444,6 @@ def decode_ids(model, z, w=1.0):
 # ==========================================================================================================
 
 
-def from_released(state):
-    """Released weights under this file's names: two matrices stored [in, out] become Linear weights [out, in]."""
-    state = {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in state.items()}
-    for name in ("proj", "unembed"):
-        state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
-        state[f"{name}.bias"] = state.pop(f"{name}_bias")
-    return state
-
-
 def one_line(error, limit=300):
     """What an error says, for a message of one line."""
     text = " ".join(str(error).split())

@@ -61,6 +61,15 @@ def golden_state(cfg=GOLDEN):
     return state
 
 
+def from_released(state):
+    """Released weights under this file's names: two matrices stored [in, out] become Linear weights [out, in]."""
+    state = {name.removeprefix("module.").removeprefix("_orig_mod."): value for name, value in state.items()}
+    for name in ("proj", "unembed"):
+        state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
+        state[f"{name}.bias"] = state.pop(f"{name}_bias")
+    return state
+
+
 def ar(shape, a):
     i = torch.arange(math.prod(shape), dtype=torch.float64)
     return torch.sin(0.3 * i ** 2 + a).reshape(shape).float()
@@ -69,7 +78,7 @@ def ar(shape, a):
 @pytest.fixture(scope="module")
 def golden():
     model = ELF(GOLDEN)
-    model.load_state_dict(elf.from_released(golden_state()))
+    model.load_state_dict(from_released(golden_state()))
     return model
 
 
@@ -491,7 +500,7 @@ def test_muon_equals_a_plain_computation_matrix_by_matrix():
 
 def test_muon_has_the_matrices_and_adam_the_rest():
     model = ELF(GOLDEN)
-    (muon, _), (adam, _) = train.make_optimizers(model, 0.01, 0.003)
+    (muon, _), (adam, _) = train.make_optimizers(model, GOLDEN)
     in_muon, in_adam = ({id(p) for p in o.param_groups[0]["params"]} for o in (muon, adam))
     for name, p in model.named_parameters():
         assert (id(p) in in_muon) == (p.ndim == 2) and (id(p) in in_adam) == (p.ndim != 2), name

@@ -68,7 +68,7 @@ def load_data(cfg, device, folder=None):
 
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
-        model = tiny_config.train_encoder(train, tokenizer, cfg.latent_dim, cfg.encoder_steps, cfg.seed, make_optimizers)
+        model = tiny_config.train_encoder(train, tokenizer, cfg.latent_dim, cfg.encoder_steps, cfg.seed)
         encoder = elf.Encoder(model.to(device), tokenizer)
     return fit(cfg, encoder, train), encoder, train, heldout
 
@@ -147,12 +147,12 @@ def orthogonal(g, steps=5):
     return (x.mT if tall else x).to(g.dtype)
 
 
-def make_optimizers(model, lr, adam_lr):
-    """Muon on the weights of linear layers, Adam on all others (biases, norms, learned tokens, embeddings); with their rates."""
-    matrices = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    taken = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in taken]
-    return [(Muon(matrices, lr), lr), (torch.optim.Adam(others, adam_lr, betas=(0.9, 0.999), eps=1e-8), adam_lr)]
+def make_optimizers(model, cfg):
+    """Muon on the 2-D weights, Adam on biases, norms and learned tokens; each with its full learning rate."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    adam_lr = cfg.adam_lr or cfg.lr
+    return [(Muon(matrices, cfg.lr), cfg.lr), (torch.optim.Adam(others, adam_lr, betas=(0.9, 0.999), eps=1e-8), adam_lr)]
 
 
 def schedule(step, cfg):
@@ -181,7 +181,7 @@ class Trainer:
         self.data = fingerprint(ids)
         self.model = elf.ELF(cfg).to(device)
         self.average = make_average(self.model, cfg.ema)
-        self.optimizers = make_optimizers(self.model, cfg.lr, cfg.adam_lr or cfg.lr)
+        self.optimizers = make_optimizers(self.model, cfg)
 
     def state(self):
         return {"step": self.step, "data": self.data, "model": self.model.state_dict(),
