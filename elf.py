@@ -46,6 +46,8 @@ class Config:
     data: str = key("embedded-language-flows/openwebtext-t5", "what to train on: a text file, or `tiny` for the built-in language")
     encoder: str = key("google-t5/t5-small", "frozen encoder: Hub id, folder, or `scratch` to train a small one on the data first")
     encoder_steps: int = key(400, "how long to train the encoder, where it is `scratch`")
+    encoder_lr: float = key(0.003, "largest learning rate of that training")
+    encoder_warmup: float = key(0.2, "share of it in which that rate rises from 0")
     vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix")
     length: int = key(1024, "L: positions of a sequence")
     latent_dim: int = key(512, "D: width of the encoder's embeddings")
@@ -102,7 +104,8 @@ class Config:
         need(0 <= self.ema < 1, "ema", "must lie in [0, 1)")
         need(self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1, "warmup",
              f"warmup and cooldown={self.cooldown} are shares of the run and must add up to at most 1")
-        for name in ("lr", "clip", "epochs", "noise_scale", "decode_noise_scale", "t_std", "p_std", "w"):
+        need(0 < self.encoder_warmup < 1, "encoder_warmup", "must lie between 0 and 1")
+        for name in ("lr", "encoder_lr", "clip", "epochs", "noise_scale", "decode_noise_scale", "t_std", "p_std", "w"):
             need(getattr(self, name) > 0, name, "must be positive")
         for name in ("vocab", "latent_std", "adam_lr", "gamma", "seed", "steps", "eval_every"):
             need(getattr(self, name) >= 0, name, "must not be negative")

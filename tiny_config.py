@@ -21,17 +21,15 @@ from tqdm import tqdm
 from elf import Config, UserError, write_safely
 
 PRESETS = {
-    "tiny": Config(data="tiny", encoder="scratch", encoder_steps=2500, vocab=0, length=25, latent_dim=64, latent_std=0.0,
-                   hidden=96, depth=4, heads=3, bottleneck=48, prefix=2,
-                   noise_scale=1.0, decode_noise_scale=1.0,
-                   batch=64, steps=1100, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998,
-                   sample_steps=32, gamma=1.5, w=2.0),
-    "tiny_text": Config(data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-                        encoder="scratch", encoder_steps=3000, vocab=1024, length=64, latent_dim=64, latent_std=0.0,
-                        hidden=96, depth=4, heads=3, bottleneck=48, prefix=2,
-                        noise_scale=1.0, decode_noise_scale=1.0,
-                        batch=64, steps=1700, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998,
-                        sample_steps=32, gamma=1.0, w=1.0),
+    "tiny": Config(
+        data="tiny", encoder="scratch", encoder_steps=1500, encoder_lr=0.005, encoder_warmup=0.0135, vocab=0, length=25,
+        latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
+        batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
+    "tiny_text": Config(
+        data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        encoder="scratch", encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=1024, length=64,
+        latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
+        batch=64, steps=1600, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
 }
 
 # ------------------------------------------------------------------------------------------ the language
@@ -211,17 +209,18 @@ def byte_tokenizer(text, pieces):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
 
 
-def train_encoder(ids, tokenizer, width, steps, seed, batch=32, lr=4e-3, masked=0.3):
+def train_encoder(ids, tokenizer, cfg, masked=0.3):
     """Trains a small T5 encoder on ids (N, L) to guess masked tokens from their context.
 
-    Without a long warmup it stays with the tokens' frequencies and never looks at the context.
+    On real text it needs the long warmup; without it, it learns the tokens' frequencies and never looks at the context.
     """
     from transformers import T5Config, T5EncoderModel
-    torch.manual_seed(seed)
+    torch.manual_seed(cfg.seed)
+    width, steps, batch = cfg.latent_dim, cfg.encoder_steps, max(1600 // cfg.length, 1)
     encoder = T5EncoderModel(T5Config(
         vocab_size=len(tokenizer), d_model=width, d_kv=max(width // 4, 1), num_heads=4, d_ff=2 * width, num_layers=2,
         feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
-    optimizer, losses = torch.optim.AdamW(encoder.parameters(), lr), []
+    optimizer, losses = torch.optim.AdamW(encoder.parameters(), cfg.encoder_lr), []
     for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
         clean = ids[torch.randint(len(ids), (batch,))]                                  # (batch, L)
         hidden = torch.rand(clean.shape) < masked
@@ -230,7 +229,7 @@ def train_encoder(ids, tokenizer, width, steps, seed, batch=32, lr=4e-3, masked=
         loss = F.cross_entropy(logits, clean[hidden])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = lr * min(5 * (step + 1) / steps, 1.25 * (1 - step / steps))
+        optimizer.param_groups[0]["lr"] = cfg.encoder_lr * min(1, (step + 1) / (cfg.encoder_warmup * steps)) * (1 - step / steps)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

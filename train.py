@@ -68,7 +68,7 @@ def load_data(cfg, device, folder=None):
 
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
-        model = tiny_config.train_encoder(train, tokenizer, cfg.latent_dim, cfg.encoder_steps, cfg.seed)
+        model = tiny_config.train_encoder(train, tokenizer, cfg)
         encoder = elf.Encoder(model.to(device), tokenizer)
     return fit(cfg, encoder, train), encoder, train, heldout
 
