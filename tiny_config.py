@@ -27,7 +27,7 @@ PRESETS = {
         batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
     "tiny_text": Config(
         data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        encoder="scratch", encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=1024, length=64,
+        encoder="scratch", encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=2048, length=64,
         latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
         batch=64, steps=1600, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
 }
