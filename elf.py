@@ -513,19 +513,28 @@ class Encoder:
         return (self.model(input_ids=ids).last_hidden_state - cfg.latent_mean) / cfg.latent_std
 
     def save(self, folder):
+        from transformers.utils.logging import disable_progress_bar
+        disable_progress_bar()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
 
 def pretrained(auto, source, **how):
-    """auto.from_pretrained(source) for a folder or a Hub id, failing in one line."""
+    """auto.from_pretrained(source) for a folder or a Hub id, failing in one line whatever the library raises."""
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()
     try:
         return auto.from_pretrained(source, **how)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source}: no {auto.__name__.removeprefix('Auto')} in a folder or under a Hub id of that name "
-                        f"({one_line(error)})") from None
+    except Exception as error:
+        raise UserError(f"{source}: no {auto.__name__.removeprefix('Auto')} in a folder or under a Hub id of that name, or a "
+                        f"damaged one ({one_line(error)})") from None
+
+
+def own_encoder(folder):
+    """Where a folder that train.py wrote keeps its encoder."""
+    if not os.path.isdir(f"{folder}/encoder"):
+        raise UserError(f"{folder}/encoder is missing: put it back, or train again")
+    return f"{folder}/encoder"
 
 
 def load_tokenizer(source):

@@ -72,7 +72,7 @@ def parse(argv, about, *groups):
 
 def nearest(name, names):
     """What to say of an unknown name."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
 
 
@@ -80,11 +80,11 @@ def read_value(name, text, kind):
     """The text of a setting as `kind`: int, float, bool or str."""
     try:
         value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        if kind is not float or math.isfinite(value):
+        if kind in (bool, str) or abs(value) < 1e9:                     # which nan and inf are not
             return value
     except (ValueError, KeyError):
         pass
-    takes = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    takes = {int: "a whole number below 1e9", float: "a number below 1e9", bool: "true or false"}[kind]
     raise UserError(f"{name}={text}: takes {takes}")
 
 
@@ -103,6 +103,12 @@ def run(main, argv):
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except BrokenPipeError:                                         # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:                                        # such as a full disk
+        print(f"error: {elf.one_line(error)}", file=sys.stderr)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(1) from None
@@ -110,6 +116,8 @@ def run(main, argv):
 
 def pick_device(name):
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if name.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
+        raise UserError(f"--device={name}: takes cpu, cuda, mps or auto")
     try:
         return torch.zeros(1, device=best if name == "auto" else name).device
     except (RuntimeError, AssertionError) as error:
@@ -149,7 +157,7 @@ def trace(model, tokenizer, seed, grid, steps, w, **how):
     times = elf.time_grid(model.cfg, steps, grid, seeded(seed, 0))
     for t, z, x_hat in elf.trajectory(model, z, times, w=w, generator=generators, **how):
         ids = elf.decode_ids(model, z if t == 1 else x_hat, w)[0].tolist()
-        yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]) for i in ids]
+        yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]).replace("\n", "\\n") for i in ids]
 
 
 def print_trace(lines):
@@ -220,7 +228,7 @@ def load_reference(cfg, tokenizer, path, n):
     if not os.path.isfile(path):
         return None
     text = tiny_config.read_text(path)
-    ids = tokenizer.encode(text)
+    ids = tiny_config.encode(tokenizer, text)
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     return rows[::max(len(rows) // n, 1)][:n], lambda texts: tiny_config.judge_text(texts, text)
 
@@ -241,7 +249,7 @@ def settings(options, cfg):
     lists = []
     for name, kind in SWEEPS.items():
         default = {"steps": cfg.sample_steps, "gamma": cfg.gamma, "w": cfg.w}.get(name)
-        given = getattr(options, name) or str(default or getattr(Options, name))
+        given = getattr(options, name) or str(getattr(Options, name) if default is None else default)
         lists.append([read_value(f"--{name}", value, kind) for value in given.split(",")])
     found = []
     for combination in itertools.product(*lists):
@@ -267,6 +275,9 @@ def main(argv):
             raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
     if options.seed < 0:
         raise UserError(f"--seed={options.seed}: must not be negative")
+    paths = [os.path.abspath(path) for path in (options.out, options.json, options.plot, options.data) if path]
+    if len(set(paths)) < len(paths):
+        raise UserError("--out, --json, --plot and --data must be different files")
     for name in ("out", "json", "plot"):
         path = getattr(options, name)
         if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
@@ -283,7 +294,7 @@ def main(argv):
     sweep = settings(options, cfg)
     if len(sweep) > 1 and (options.out or options.trace or options.plot):
         raise UserError("--out, --trace and --plot take one setting, not a sweep")
-    tokenizer = elf.load_tokenizer(f"{options.model}/encoder")
+    tokenizer = elf.load_tokenizer(elf.own_encoder(options.model))
     if options.trace or options.plot:
         lines = list(trace(model, tokenizer, options.seed, **sweep[0]))
         print_trace(lines)

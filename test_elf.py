@@ -625,6 +625,15 @@ def test_a_saved_model_is_the_average_and_generates(run_folder, tmp_path, capsys
     assert {"sampler", "steps", "gamma", "w", "n", "seconds", "entropy", "data_entropy", "valid", "novel", "distinct"} <= row.keys()
 
 
+def test_a_model_with_gamma_0_samples_with_it(run_folder, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder, folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"gamma": 0.0}))
+    sample.main([f"--model={folder}", "--n=1", f"--json={tmp_path}/table.json"])
+    assert json.load(open(tmp_path / "table.json"))[0]["gamma"] == 0
+
+
 def test_a_sweep_ends_in_a_table_and_repeats_nothing(run_folder, tmp_path, capsys):
     table = tmp_path / "table.json"
     sample.main([f"--model={run_folder}", "--n=3", "--sampler=ode,sde", "--steps=1,2", "--gamma=0.5,1", f"--json={table}"])
@@ -734,7 +743,7 @@ def test_an_existing_folder_is_not_overwritten(run_folder, capsys):
     (["--config=tiny", "--hidden=wide"], ["hidden", "wide", "whole number"]), (["--config=tiny", "--lr=nan"], ["lr", "nan"]),
     (["--config=tiny", "--lr"], ["lr", "value"]), (["--config=tiny", "--resume=maybe"], ["resume", "maybe"]), (["tiny"], ["tiny"]),
     (["--config=tiny", "--heads=5"], ["heads", "5"]), (["--config=tiny", "--batch=2"], ["batch", "2"]),
-    (["--config=tiny", "--length=20"], ["length", "20", "24 tokens"]), (["--config=tiny", "--seed=-1"], ["seed", "-1"]),
+    (["--config=tiny", "--length=20"], ["length", "20", "24 tokens"]), (["--config=tiny", "--seed=-1"], ["seed", "-1"]), (["--config=tiny", "--lr=1e300"], ["lr", "1e300"]),
     (["--config=tiny", "--data=/no/such/file"], ["/no/such/file"]), (["--config=tiny", "--device=abacus"], ["abacus"])])
 def test_train_refuses_in_one_line(tmp_path, capsys, argv, words):
     line = refused(capsys, train, *argv, f"--out_dir={tmp_path / 'new'}")
@@ -769,6 +778,7 @@ def test_bad_text_files_are_refused(tmp_path, capsys, content, word):
     (["--model={}", "--n=0"], ["n"]), (["--model={}", "--step=3"], ["step", "steps"]), (["--model={}", "--out=/no/such/x.jsonl"], ["/no/such"]),
     (["--model={}", "--steps=1,2", "--out=x.jsonl"], ["--out"]), (["--model={}", "--seed=-1"], ["seed"]), (["--model={}", "--out={}"], ["--out"]),
     (["--model={}", "--trace", "--json=x.json"], ["--trace", "--json"]), (["--model={}", "--plot=x.abc"], [".png"]),
+    (["--model={}", "--out=x", "--json=./x"], ["different files"]), (["--model={}", "--device=meta"], ["meta"]),
     (["--model={}", "--data=/no/such"], ["/no/such"]), (["--model={}", "--data={}/samples.txt"], ["tiny"])])
 def test_sample_refuses_in_one_line(run_folder, capsys, argv, words):
     line = refused(capsys, sample, *(arg.format(run_folder) for arg in argv))
@@ -798,6 +808,10 @@ def test_missing_and_foreign_checkpoints_are_refused(run_folder, tmp_path, capsy
     argv = ["--config=tiny", f"--out_dir={folder}", "--resume"]
     assert "seed" in refused(capsys, train, *argv, "--seed=7")
     assert "hidden" in refused(capsys, train, *argv, "--hidden=64")
+    (folder / "encoder").rename(tmp_path / "moved")
+    assert "encoder is missing" in refused(capsys, train, *argv)
+    assert "encoder is missing" in refused(capsys, sample, f"--model={folder}")
+    (tmp_path / "moved").rename(folder / "encoder")
     damaged = weights_of(folder)
     torch.save(damaged | {"data": "something else"}, folder / "state.pt")
     assert "other data" in refused(capsys, train, *argv)
@@ -846,17 +860,35 @@ def test_help_lists_every_key_with_default_and_meaning(capsys, program, groups):
 
 def test_a_text_file_trains_and_generates(tmp_path, capsys):
     rng = random.Random(0)
-    text = "\n".join(" ".join(rng.choice(["sun", "moon", "été", "naïve"]) for _ in range(8)) for _ in range(300))
+    text = "\n".join(" ".join(rng.choice(["sun", "moon", "été", "</s>", "<mask>"]) for _ in range(8)) for _ in range(300))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     folder = tmp_path / "run"
     train.main(["--config=tiny_text", f"--data={tmp_path}/text.txt", f"--out_dir={folder}", "--vocab=280", "--length=16", *SMALL])
     sample.main([f"--model={folder}", "--n=2", f"--json={tmp_path}/table.json"])
     row, = json.load(open(tmp_path / "table.json"))
     assert row["data_entropy"] > 0 and {"known_words", "longest_copy"} <= row.keys()
+    # the same command goes on, though the run filled in a smaller vocabulary; damaged logs don't stop it
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'garbage\n{"step": 7, "lo\xff')
+    train.main(["--config=tiny_text", f"--data={tmp_path}/text.txt", f"--out_dir={folder}", "--vocab=280", "--length=16", *SMALL, "--resume"])
+    assert [json.loads(line)["step"] for line in open(folder / "metrics.jsonl")][-1] == 40
     # packing: the blocks, held-out ones included, are the text, but for an incomplete last block
-    cfg, encoder, ids, heldout = train.load_data(elf.load_config(folder), "cpu", f"{folder}/encoder")
+    cfg, encoder, ids, heldout = train.load_data(elf.load_config(folder), "cpu", str(folder))
     packed = encoder.tokenizer.decode(torch.cat([ids, heldout]).flatten().tolist())
     assert (text + "</s>").startswith(packed) and len(text) - len(packed) < 16 * 5
+    assert encoder.tokenizer.eos_token_id not in torch.cat([ids, heldout])[:-1]         # "</s>" in a text is text
+
+
+def test_a_run_that_came_in_between_is_not_overwritten(run_folder, tmp_path, capsys, few_stories, monkeypatch):
+    folder, whole = tmp_path / "taken", train.load_data
+
+    def slow(*args):
+        shutil.copytree(run_folder, folder)                         # another run gets there first
+        return whole(*args)
+    monkeypatch.setattr(train, "load_data", slow)
+    assert "taken" in refused(capsys, train, "--config=tiny", f"--out_dir={folder}", *SMALL)
+    assert_same(weights_of(folder), weights_of(run_folder))
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 # ------------------------------------------------------------------------------- what the README says, in full (slow)

@@ -27,9 +27,9 @@ PRESETS = {
         batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
     "tiny_text": Config(
         data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        encoder="scratch", encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=2048, length=64,
+        encoder="scratch", encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=4096, length=64,
         latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
-        batch=64, steps=1600, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
+        batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
 }
 
 # ------------------------------------------------------------------------------------------ the language
@@ -155,7 +155,7 @@ def read_text(source):
     if not raw.strip():
         raise UserError(f"--data={path}: the file is empty")
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")                              # without a byte order mark, if there is one
     except UnicodeDecodeError as error:
         raise UserError(f"--data={path}: not UTF-8 text (byte {raw[error.start]:#04x} at position {error.start}); "
                         "if it is text at all, convert it with iconv -t utf-8") from None
@@ -197,16 +197,24 @@ def word_tokenizer(texts):
 
 
 def byte_tokenizer(text, pieces):
-    """A byte-level BPE tokenizer of `pieces` tokens, trained on the text; it can spell any text."""
+    """A byte-level BPE tokenizer of up to `pieces` tokens, trained on the text; it can spell any text."""
+    if pieces < 259:
+        raise UserError(f"--vocab={pieces}: must be at least 259, for 256 bytes and three control tokens")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainers.BpeTrainer(
+    lines = (line[i:i + 1000] for line in text.splitlines(keepends=True) for i in range(0, len(line), 1000))
+    tokenizer.train_from_iterator(lines, trainers.BpeTrainer(
         vocab_size=pieces, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
+
+
+def encode(tokenizer, text):
+    """The token ids of a text; what looks like a control token in it is text all the same."""
+    return tokenizer.encode(text, split_special_tokens=True)
 
 
 def train_encoder(ids, tokenizer, cfg, masked=0.3):

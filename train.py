@@ -12,13 +12,17 @@ import json
 import math
 import os
 import pickle
+import re
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch.optim.swa_utils import AveragedModel
@@ -47,9 +51,9 @@ class Options:
 def load_data(cfg, device, folder=None):
     """(cfg with its open values filled in, encoder, training ids (N, L), held-out ids (M, L)).
 
-    folder: where a run that is resumed keeps the encoder it trained.
+    folder: that of a run to be resumed, which keeps the encoder it trained.
     """
-    source = folder if folder and cfg.encoder == "scratch" else cfg.encoder
+    source = elf.own_encoder(folder) if folder and cfg.encoder == "scratch" else cfg.encoder
     encoder = None if source == "scratch" else elf.load_encoder(source, device)
     if cfg.data == "tiny":          # short texts: one a row, filled up with EOS, which the model learns to write too
         texts = tiny_config.training_stories()
@@ -58,12 +62,12 @@ def load_data(cfg, device, folder=None):
     else:                           # a long text: packed, that is cut into blocks; the incomplete last one is left out
         text = tiny_config.read_text(cfg.data)
         tokenizer = encoder.tokenizer if encoder else tiny_config.byte_tokenizer(text, cfg.vocab)
-        ids = torch.tensor(tokenizer.encode(text) + [tokenizer.eos_token_id])
-        if len(ids) < 2 * cfg.length:
-            raise UserError(f"--data={cfg.data}: {len(ids)} tokens are too few; two blocks of --length={cfg.length} are needed, "
-                            "as one is held out")
+        ids = torch.tensor(tiny_config.encode(tokenizer, text) + [tokenizer.eos_token_id])
+        if len(ids) < 4 * cfg.length:
+            raise UserError(f"--data={cfg.data}: {len(ids)} tokens are too few; four blocks of --length={cfg.length} are needed, "
+                            "as three are held out")
         blocks = ids[:len(ids) // cfg.length * cfg.length].view(-1, cfg.length)
-        n_heldout = max(len(blocks) // 20, 1)
+        n_heldout = max(len(blocks) // 20, 3)
         train, heldout = blocks[:-n_heldout], blocks[-n_heldout:]
 
     if encoder is None:
@@ -197,11 +201,11 @@ class Trainer:
         if not os.path.isfile(path):
             raise UserError(f"{folder}: no state.pt, so nothing to go on from; choose another --out_dir")
         try:
-            if not zipfile.is_zipfile(path):                                    # what torch.save writes is one
+            if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip(): # what torch.save writes, with sums
                 raise RuntimeError
             state = torch.load(path, map_location="cpu", weights_only=True)     # runs no code from the file
-        except (RuntimeError, pickle.UnpicklingError):
-            raise UserError(f"{path}: refused, as it is cut off or holds more than plain tensors and numbers") from None
+        except (RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError):
+            raise UserError(f"{path}: refused, as it is damaged or holds more than plain tensors and numbers") from None
         if not isinstance(state, dict) or state.keys() != self.state().keys():
             raise UserError(f"{path}: not a checkpoint of this program")
         if state["data"] != self.data:
@@ -223,7 +227,8 @@ class Trainer:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip)
         if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):        # before it reaches the weights
-            raise Stopped(f"step {self.step + 1} has loss {loss.item()} and gradient norm {norm.item()}; a smaller --lr may help")
+            raise Stopped(f"step {self.step + 1} has loss {loss.item()} and gradient norm {norm.item()}: not finite. "
+                          "The last good checkpoint is kept; start anew with a smaller --lr and another --out_dir")
         for optimizer, lr in self.optimizers:
             optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
             optimizer.step()
@@ -244,8 +249,8 @@ class Trainer:
         """MSE and CE of the averaged weights on up to four batches of held-out ids, with the same draws each time."""
         batches = [rows for rows in ids.split(self.cfg.batch)[:4] if len(rows) >= 3]
         losses = [self.loss(self.average.module, rows, seeded(self.cfg.seed, 4, i)) for i, rows in enumerate(batches)]
-        means = torch.tensor(losses).mean(0).tolist() if losses else [math.nan] * 3
-        return {"heldout_mse": means[1], "heldout_ce": means[2]}
+        _, mse, ce = torch.tensor(losses).mean(0).tolist()
+        return {"heldout_mse": mse, "heldout_ce": ce}
 
 
 class Stopped(Exception):
@@ -259,16 +264,8 @@ def fingerprint(ids):
 # ------------------------------------------------------------------------------------------ logs
 
 
-def read_lines(path):
-    if not os.path.isfile(path):
-        return []
-    with open(path, encoding="utf-8") as file:
-        return file.readlines()
-
-
-def rewrite(path, lines):
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(lines)
+def read(path):
+    return Path(path).read_text(encoding="utf-8", errors="replace") if os.path.isfile(path) else ""
 
 
 def append(path, text):
@@ -281,11 +278,11 @@ class Log:
 
     def __init__(self, folder, step):
         self.metrics, self.samples = f"{folder}/metrics.jsonl", f"{folder}/samples.txt"
-        lines = read_lines(self.metrics)
-        rewrite(self.metrics, [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step])
-        lines = read_lines(self.samples)
-        later = [i for i, line in enumerate(lines) if line.startswith("--- step ") and int(line.split()[2]) > step]
-        rewrite(self.samples, lines[:later[0]] if later else lines)
+        entries = re.findall(r'(?m)^({"step": (\d+), .*}\n)', read(self.metrics))
+        blocks = re.findall(r"(?ms)^(--- step (\d+)\n.*?)(?=^--- step \d+\n|\Z)", read(self.samples))
+        for path, parts in ((self.metrics, entries), (self.samples, blocks)):
+            kept = "".join(part for part, at in parts if int(at) <= step)
+            elf.write_safely(path, lambda new: Path(new).write_text(kept, encoding="utf-8"))
 
     def write(self, **entry):
         append(self.metrics, json.dumps(entry) + "\n")
@@ -302,12 +299,11 @@ class Log:
         import matplotlib
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
-        entries = [json.loads(line) for line in open(self.metrics)]
+        entries = [json.loads(line) for line in read(self.metrics).splitlines()]
         figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
         for axis, name, title in zip(axes, ("mse", "ce"), ("velocity MSE (denoise)", "cross-entropy (decode)")):
             for series, label in ((name, "training"), (f"heldout_{name}", "held out, averaged weights")):
-                points = [(e["step"], e[series]) for e in entries if series in e]
-                axis.plot(*zip(*points), label=label, lw=1.2)
+                axis.plot(*zip(*[(e["step"], e[series]) for e in entries if series in e]), label=label, lw=1.2)
             axis.set(title=title, xlabel="step", yscale="log")
             axis.legend()
         figure.savefig(path, dpi=110)
@@ -325,8 +321,8 @@ def evaluate(trainer, heldout, reference, n, steps):
     return trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts
 
 
-def run_training(trainer, heldout, folder):
-    """The training loop, from the trainer's step to the last one."""
+def run_training(trainer, heldout, folder, again):
+    """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
     cfg, log, first, began = trainer.cfg, Log(folder, trainer.step), trainer.step, time.time()
     eval_every = cfg.eval_every or max(cfg.steps // 10, 1)
     reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256)
@@ -349,7 +345,7 @@ def run_training(trainer, heldout, folder):
             if step % eval_every == 0 or last or interrupts:
                 trainer.save(folder)
             if interrupts and not last:
-                raise Stopped(f"stopped at step {step}, which is saved")
+                raise Stopped(f"stopped at step {step}, which is saved; to go on: {again}")
     bar.close()
     log.plot(f"{folder}/loss.png")
 
@@ -382,39 +378,52 @@ def settings(argv):
     if not options.resume:
         if os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
-        parent = os.path.abspath(folder)
-        while not os.path.exists(parent):
-            parent = os.path.dirname(parent)
-        if not os.path.isdir(parent) or not os.access(parent, os.W_OK):
-            raise UserError(f"--out_dir={folder}: {parent} is no folder that can be written to")
-        return options, override(PRESETS[options.config], changes), folder, again
-    cfg = elf.load_config(folder)
-    for name, value in dataclasses.asdict(override(cfg, changes)).items():
-        if value != getattr(cfg, name):
-            raise UserError(f"--{name}={value}: the run in {folder} has {getattr(cfg, name)}, and --resume changes nothing")
-    return options, cfg, folder, again
+        cfg = override(PRESETS[options.config], changes)
+        try:
+            os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out_dir={folder} cannot be made ({error.strerror})") from None
+        return options, cfg, folder, again
+    saved = elf.load_config(folder)
+    cfg = override(saved, changes)
+    for name, value in dataclasses.asdict(cfg).items():
+        filled_in = value == 0 or name == "vocab" and cfg.encoder == "scratch"      # by the run, in its config.json
+        if value != getattr(saved, name) and not filled_in and name != "data":      # other data are known by their sum
+            raise UserError(f"--{name}={value}: the run in {folder} has {getattr(saved, name)}, and --resume changes nothing")
+    return options, dataclasses.replace(saved, data=cfg.data), folder, again
+
+
+def start_folder(folder, encoder, trainer):
+    """Puts a new run's folder in place, whole or not at all, unless something has come there in the meantime."""
+    fresh = tempfile.mkdtemp(prefix=".new-run-", dir=os.path.dirname(os.path.abspath(folder)))
+    try:
+        encoder.save(f"{fresh}/encoder")
+        trainer.save(fresh)
+        os.chmod(fresh, 0o755)
+        os.rename(fresh, folder)
+    except OSError as error:
+        shutil.rmtree(fresh)
+        raise UserError(f"{folder} cannot be written ({elf.one_line(error)}); choose another --out_dir") from None
 
 
 def main(argv):
     options, cfg, folder, again = settings(argv)
     device = pick_device(options.device)
-    cfg, encoder, ids, heldout = load_data(cfg, device, f"{folder}/encoder" if options.resume else None)
+    cfg, encoder, ids, heldout = load_data(cfg, device, folder if options.resume else None)
     if cfg.steps == 0:
         cfg = dataclasses.replace(cfg, steps=max(round(cfg.epochs * len(ids) / cfg.batch), 1))
     trainer = Trainer(cfg, encoder, ids, device)
     if options.resume:
         trainer.load(folder)
     else:
-        os.makedirs(folder, exist_ok=True)
-        encoder.save(f"{folder}/encoder")
-        trainer.save(folder)
+        start_folder(folder, encoder, trainer)
     print(f"{options.config}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters on {device}, "
           f"{ids.numel():,} training tokens in {len(ids):,} rows, {cfg.batch * cfg.length:,} tokens a step, "
           f"steps {trainer.step} to {cfg.steps}", flush=True)
     try:
-        run_training(trainer, heldout, folder)
+        run_training(trainer, heldout, folder, again)
     except Stopped as why:
-        print(f"{why}. To go on from the last checkpoint: {again}", file=sys.stderr)
+        print(why, file=sys.stderr)
         raise SystemExit(1) from None
     print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
