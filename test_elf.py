@@ -744,7 +744,7 @@ def test_an_existing_folder_is_not_overwritten(run_folder, capsys):
     (["--config=tiny", "--lr"], ["lr", "value"]), (["--config=tiny", "--resume=maybe"], ["resume", "maybe"]), (["tiny"], ["tiny"]),
     (["--config=tiny", "--heads=5"], ["heads", "5"]), (["--config=tiny", "--batch=2"], ["batch", "2"]),
     (["--config=tiny", "--length=20"], ["length", "20", "24 tokens"]), (["--config=tiny", "--seed=-1"], ["seed", "-1"]), (["--config=tiny", "--lr=1e300"], ["lr", "1e300"]),
-    (["--config=tiny", "--data=/no/such/file"], ["/no/such/file"]), (["--config=tiny", "--device=abacus"], ["abacus"])])
+    (["--config=owt_b"], ["openwebtext-t5", "text file"]), (["--config=tiny", "--data=/no/such/file"], ["/no/such/file"]), (["--config=tiny", "--device=abacus"], ["abacus"])])
 def test_train_refuses_in_one_line(tmp_path, capsys, argv, words):
     line = refused(capsys, train, *argv, f"--out_dir={tmp_path / 'new'}")
     assert all(word in line for word in words), line

@@ -53,6 +53,7 @@ def load_data(cfg, device, folder=None):
 
     folder: that of a run to be resumed, which keeps the encoder it trained.
     """
+    text = None if cfg.data == "tiny" else tiny_config.read_text(cfg.data)
     source = elf.own_encoder(folder) if folder and cfg.encoder == "scratch" else cfg.encoder
     encoder = None if source == "scratch" else elf.load_encoder(source, device)
     if cfg.data == "tiny":          # short texts: one a row, filled up with EOS, which the model learns to write too
@@ -60,7 +61,6 @@ def load_data(cfg, device, folder=None):
         tokenizer = encoder.tokenizer if encoder else tiny_config.word_tokenizer(texts)
         train, heldout = (fill(tokenizer, rows, cfg.length) for rows in (texts, tiny_config.heldout_stories()))
     else:                           # a long text: packed, that is cut into blocks; the incomplete last one is left out
-        text = tiny_config.read_text(cfg.data)
         tokenizer = encoder.tokenizer if encoder else tiny_config.byte_tokenizer(text, cfg.vocab)
         ids = torch.tensor(tiny_config.encode(tokenizer, text) + [tokenizer.eos_token_id])
         if len(ids) < 4 * cfg.length:
