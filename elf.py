@@ -15,7 +15,10 @@ SDE steps `trajectory`, the switch between the modes `ELF.trunk`. Loading and sa
 """
 import dataclasses
 import json
+import operator
 import os
+import pickle
+import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,81 +37,81 @@ class UserError(ValueError):
     """Something the user gave is wrong: the programs print it as one line and exit with 2."""
 
 
-def key(default, meaning):
-    """A setting, with what `--help` says of it."""
-    return field(default=default, metadata={"help": meaning})
+def key(default, meaning, **limits):
+    """A setting, with what `--help` says of it, and its limits: least, above, below, choices."""
+    return field(default=default, metadata={"help": meaning, **limits})
+
+
+def check(settings):
+    """Raises UserError where a setting is not of its type or not within its limits."""
+    rules = (("least", operator.ge, "must be at least"), ("above", operator.gt, "must be above"), ("below", operator.lt, "must be below"),
+             ("choices", lambda value, choices: value in choices, "takes one of"))
+    for f in dataclasses.fields(settings):
+        value = getattr(settings, f.name)
+        if type(value) not in ((int, float) if f.type is float else (f.type,)):
+            raise UserError(f"{f.name}={value}: must be of type {f.type.__name__}")
+        for limit, ok, rule in rules:
+            if limit in f.metadata and not ok(value, f.metadata[limit]):
+                raise UserError(f"{f.name}={value}: {rule} {f.metadata[limit]}")
 
 
 @dataclass(frozen=True)
 class Config:
     """The method and its training. The defaults are the paper's ELF-B on OpenWebText (tables 6, 7 and 9)."""
     # data and encoder
-    data: str = key("embedded-language-flows/openwebtext-t5", "what to train on: a text file, or `tiny` for the built-in language")
+    data: str = key("embedded-language-flows/openwebtext-t5", "`tiny`, a Hub id, a folder, or files (.txt, .jsonl, .parquet; * works)")
     encoder: str = key("google-t5/t5-small", "frozen encoder: Hub id, folder, or `scratch` to train a small one on the data first")
-    encoder_steps: int = key(400, "how long to train the encoder, where it is `scratch`")
-    encoder_lr: float = key(0.003, "largest learning rate of that training")
-    encoder_warmup: float = key(0.2, "share of it in which that rate rises from 0")
-    vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix")
-    length: int = key(1024, "L: positions of a sequence")
-    latent_dim: int = key(512, "D: width of the encoder's embeddings")
+    encoder_dtype: str = key("float32", "the encoder's precision: float32 or bfloat16", choices=("float32", "bfloat16"))
+    encoder_steps: int = key(400, "how long to train the encoder, where it is `scratch`", least=1)
+    encoder_lr: float = key(0.003, "largest learning rate of that training", above=0)
+    encoder_warmup: float = key(0.2, "share of it in which that rate rises from 0", above=0, below=1)
+    vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix", least=0)
+    length: int = key(1024, "L: positions of a sequence", least=1)
+    latent_dim: int = key(512, "D: width of the encoder's embeddings", least=1)
     latent_mean: float = key(0.0, "subtracted from the embeddings")
-    latent_std: float = key(0.2, "the embeddings are divided by this (0: measure mean and std on the data)")
+    latent_std: float = key(0.2, "the embeddings are divided by this (auto: measure mean and std on 65,536 tokens)", least=0)
     # network
-    hidden: int = key(768, "H: width of the network")
-    depth: int = key(12, "number of blocks")
-    heads: int = key(12, "attention heads")
-    bottleneck: int = key(128, "width between the latents and H at the input")
-    prefix: int = key(4, "control tokens of each kind: time, guidance scale, mode")
+    hidden: int = key(768, "H: width of the network", least=1)
+    depth: int = key(12, "number of blocks", least=1)
+    heads: int = key(12, "attention heads", least=1)
+    bottleneck: int = key(128, "width between the latents and H at the input", least=1)
+    prefix: int = key(4, "control tokens of each kind: time, guidance scale, mode", least=1)
     # path and loss
     t_mean: float = key(-1.5, "t of a denoise example is sigmoid(N(t_mean, t_std^2)); small t is much noise")
-    t_std: float = key(0.8, "see t_mean; the sampler's time grid follows the same law")
-    noise_scale: float = key(2.0, "standard deviation of the noise of the flow, in units of the latents")
-    t_floor: float = key(0.05, "1 - t is never divided by less than this")
-    decode_share: float = key(0.2, "share of a batch that trains the decode mode")
+    t_std: float = key(0.8, "see t_mean; the sampler's time grid follows the same law", above=0)
+    noise_scale: float = key(2.0, "standard deviation of the noise of the flow, in units of the latents", above=0)
+    t_floor: float = key(0.05, "1 - t is never divided by less than this", above=0, below=1)
+    decode_share: float = key(0.2, "share of a batch that trains the decode mode", above=0, below=1)
     p_mean: float = key(0.8, "p, how clean a token of a decode example is, is sigmoid(N(p_mean, p_std^2))")
-    p_std: float = key(0.8, "see p_mean")
-    decode_noise_scale: float = key(5.0, "standard deviation of the noise that decode examples get")
-    w_min: float = key(0.5, "smallest guidance scale w seen in training; 1 + w is log-uniform")
-    w_max: float = key(5.0, "largest guidance scale w seen in training")
+    p_std: float = key(0.8, "see p_mean", above=0)
+    decode_noise_scale: float = key(5.0, "standard deviation of the noise that decode examples get", above=0)
+    w_min: float = key(0.5, "smallest guidance scale w seen in training; 1 + w is log-uniform", above=0)
+    w_max: float = key(5.0, "largest guidance scale w seen in training", above=0)
     # optimisation
-    batch: int = key(512, "sequences per step")
-    steps: int = key(0, "training steps (0: as many as `epochs` need)")
-    epochs: float = key(5.0, "passes over the data, where `steps` is 0")
-    lr: float = key(0.002, "learning rate of Muon, on the 2-D weights; used as it is, never rescaled")
-    adam_lr: float = key(0.0, "learning rate of Adam, on all other weights (0: the same as lr)")
-    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0")
-    cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0")
-    clip: float = key(1.0, "largest norm of the gradient")
-    ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average")
-    seed: int = key(0, "the same seed gives the same weights")
-    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run)")
+    batch: int = key(512, "sequences per step, of all processes together", least=3)
+    steps: int = key(0, "training steps (0: as many as `epochs` need)", least=0)
+    epochs: float = key(5.0, "passes over the data, where `steps` is 0", above=0)
+    optimizer: str = key("muon", "muon (Adam on all but the 2-D weights), or adamw for all", choices=("muon", "adamw"))
+    lr: float = key(0.002, "learning rate of Muon (or AdamW); used as it is, never rescaled", above=0)
+    adam_lr: float = key(0.0, "learning rate of Adam beside Muon (0: the same as lr)", least=0)
+    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0", least=0)
+    cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0", least=0)
+    clip: float = key(1.0, "largest norm of the gradient", above=0)
+    ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average", least=0, below=1)
+    seed: int = key(0, "the same seed gives the same weights", least=0)
+    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run)", least=0)
     # sampling
-    sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top")
-    gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back")
-    w: float = key(3.0, "default of sample.py: guidance scale of self-conditioning; 1 is no guidance")
+    sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top", least=1)
+    gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back", least=0)
+    w: float = key(3.0, "default of sample.py: guidance scale of self-conditioning; 1 is no guidance", above=0)
 
     def __post_init__(self):
-        def need(ok, name, rule):
+        check(self)
+        for ok, name, rule in ((self.hidden % (2 * self.heads) == 0, "heads", f"hidden={self.hidden} must be an even multiple of it"),
+                               (self.w_min <= self.w_max, "w_min", f"must not be above w_max={self.w_max}"),
+                               (self.warmup + self.cooldown <= 1, "warmup", f"with cooldown={self.cooldown}, more than the whole run")):
             if not ok:
                 raise UserError(f"{name}={getattr(self, name)}: {rule}")
-        for f in dataclasses.fields(self):
-            takes = (int, float) if f.type is float else (f.type,)
-            need(type(getattr(self, f.name)) in takes, f.name, f"must be of type {f.type.__name__}")
-        for name in ("length", "latent_dim", "hidden", "depth", "heads", "bottleneck", "prefix", "encoder_steps", "sample_steps"):
-            need(getattr(self, name) >= 1, name, "must be at least 1")
-        need(self.hidden % (2 * self.heads) == 0, "heads", f"hidden={self.hidden} must be an even multiple of it")
-        need(self.batch >= 3, "batch", "must be at least 3, so that each kind of example is in every batch")
-        need(0 < self.decode_share < 1, "decode_share", "must lie between 0 and 1")
-        need(0 < self.w_min <= self.w_max, "w_min", f"must lie between 0 and w_max={self.w_max}")
-        need(0 < self.t_floor < 1, "t_floor", "must lie between 0 and 1")
-        need(0 <= self.ema < 1, "ema", "must lie in [0, 1)")
-        need(self.warmup >= 0 and self.cooldown >= 0 and self.warmup + self.cooldown <= 1, "warmup",
-             f"warmup and cooldown={self.cooldown} are shares of the run and must add up to at most 1")
-        need(0 < self.encoder_warmup < 1, "encoder_warmup", "must lie between 0 and 1")
-        for name in ("lr", "encoder_lr", "clip", "epochs", "noise_scale", "decode_noise_scale", "t_std", "p_std", "w"):
-            need(getattr(self, name) > 0, name, "must be positive")
-        for name in ("vocab", "latent_std", "adam_lr", "gamma", "seed", "steps", "eval_every"):
-            need(getattr(self, name) >= 0, name, "must not be negative")
 
 
 PRESETS = {
@@ -313,15 +316,16 @@ def draw(cfg, batch, generator):
     of the batch decodes, half of the rest is self-conditioned, the others are neither."""
     n_decode = min(max(round(cfg.decode_share * batch), 1), batch - 2)
     n_self_cond = (batch - n_decode + 1) // 2
-    rank = torch.randperm(batch, generator=generator)               # decode | self-conditioned | neither, by rank
-    u = torch.rand(batch, generator=generator)
+    how = {"generator": generator, "device": generator.device}
+    rank = torch.randperm(batch, **how)                             # decode | self-conditioned | neither, by rank
+    u = torch.rand(batch, **how)
     return Draws(
         decode=rank < n_decode,
         self_cond=(rank >= n_decode) & (rank < n_decode + n_self_cond),
-        t=torch.sigmoid(cfg.t_mean + cfg.t_std * torch.randn(batch, generator=generator)),
+        t=torch.sigmoid(cfg.t_mean + cfg.t_std * torch.randn(batch, **how)),
         w=(1 + cfg.w_min) * ((1 + cfg.w_max) / (1 + cfg.w_min)) ** u - 1,                       # 1 + w is log-uniform
-        p=torch.sigmoid(cfg.p_mean + cfg.p_std * torch.randn(batch, cfg.length, generator=generator)),
-        eps=torch.randn(batch, cfg.length, cfg.latent_dim, generator=generator))
+        p=torch.sigmoid(cfg.p_mean + cfg.p_std * torch.randn(batch, cfg.length, **how)),
+        eps=torch.randn(batch, cfg.length, cfg.latent_dim, **how))
 
 
 def guidance_target(v, v_sc, v_no, w):
@@ -333,12 +337,13 @@ def guidance_target(v, v_sc, v_no, w):
     return v + (1 - 1 / w)[:, None, None] * (v_sc - v_no)
 
 
-def flow_loss(model, x, ids, counted, draws):
+def flow_loss(model, x, ids, counted, draws, n=None):
     """The training loss (Algs. 1 and 3): velocity MSE, Eq. (1), and cross-entropy, Eq. (2), on the two kinds of example.
 
     x (B, L, D) are the clean latents of ids (B, L); counted (B, L) bool says which positions count; draws come from
     `draw`, with examples of each kind. Returns three scalars: the loss, a weighted sum over all counted positions
-    divided by their number (0.8 MSE + 0.2 CE in expectation), and the plain means MSE and CE.
+    divided by n, their number (0.8 MSE + 0.2 CE in expectation), and the plain means MSE and CE. For a part of a larger
+    batch n is the number in all of it: the parts' losses then add up to that batch's.
     """
     cfg = model.cfg
     decode, sc, t, w, p, eps = draws
@@ -359,10 +364,10 @@ def flow_loss(model, x, ids, counted, draws):
     target = torch.where(sc[m][:, None, None], guided, v)
 
     se = (v_hat - target).square().mean(-1)[counted[m]]             # one number per counted denoise position
-    ce = F.cross_entropy(logits[counted[decode]], ids[decode][counted[decode]], reduction="none")
+    ce = F.cross_entropy(logits.flatten(0, 1), ids[decode].flatten(), reduction="none")[counted[decode].flatten()]
     share = decode.float().mean()                   # decode_share but for rounding, which the weights undo
     total = (cfg.decode_share / share) * ce.sum() + (1 - cfg.decode_share) / (1 - share) * se.sum()
-    return total / counted.sum(), se.mean(), ce.mean()
+    return total / (counted.sum() if n is None else n), se.mean(), ce.mean()
 
 
 # ------------------------------------------------------------------------------------------ the samplers
@@ -455,8 +460,9 @@ def one_line(error, limit=300):
 
 def write_safely(path, write):
     """Calls write(temporary path) and renames the result: whoever opens path finds a whole file, new or old."""
-    write(path + ".tmp")
-    os.replace(path + ".tmp", path)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    write(temporary)
+    os.replace(temporary, path)
 
 
 def save_model(folder, state, cfg):
@@ -470,8 +476,7 @@ def save_model(folder, state, cfg):
 def load_config(folder):
     """The Config in a folder that save_model wrote. Raises UserError where there is none."""
     try:
-        with open(f"{folder}/config.json") as file:
-            values = json.load(file)
+        values = json.loads(Path(folder, "config.json").read_text())
         if missing := [f.name for f in dataclasses.fields(Config) if f.name not in values]:
             raise UserError(f"lacks {', '.join(missing)}")
         return Config(**values)
@@ -481,24 +486,81 @@ def load_config(folder):
         raise UserError(f"{folder}/config.json: not the settings of a model ({error})") from None
 
 
-def load_model(source, device="cpu"):
-    """The model in a folder that train.py wrote (its averaged weights), in eval mode, and its Config.
+def load_model(source, device="cpu", base=None):
+    """A model in eval mode, and its Config.
 
-    Raises UserError where there is no model, or a damaged one, or weights that don't fit the settings.
+    source: a folder that train.py wrote (its averaged weights); or weights that the paper's authors released: a file
+    `checkpoint_<step>` (its ema_params1), a folder with such files (the last one), or a Hub id. Those tell the network's
+    sizes; all else comes from the Config `base`, by default the Hub id's preset or else owt_b, and is printed.
+    Raises UserError where there is no model, a damaged one, or one whose weights are missing, unknown or misshapen.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    cfg = load_config(source)
+    path = find_weights(source)
+    if path.suffix == ".safetensors":
+        cfg, state = load_config(path.parent), read_weights(path)
+    else:
+        sizes, state = from_released(read_weights(path), path)
+        cfg = dataclasses.replace(base or PRESETS[RELEASED.get(os.path.basename(source), "owt_b")], **sizes)
+        print(f"{path}: {sizes}. The file doesn't tell these, so they are the preset's (--config): length {cfg.length}, latent_mean "
+              f"{cfg.latent_mean}, latent_std {cfg.latent_std}, noise_scale {cfg.noise_scale}, decode_noise_scale {cfg.decode_noise_scale}")
     with torch.device("meta"):
         model = ELF(cfg)
     try:
-        state = load_file(f"{source}/model.safetensors")
         model.load_state_dict(state, assign=True)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{source}/model.safetensors: missing or cut off ({one_line(error)})") from None
     except RuntimeError as error:                                   # torch names what is missing, unknown or misshapen
-        raise UserError(f"{source}: the weights don't fit config.json: {one_line(error)}") from None
+        raise UserError(f"{path}: the weights don't fit: {one_line(error, 2000)}") from None
     return model.to(device).eval(), cfg
+
+
+RELEASED = {"ELF-B-owt-torch": "owt_b", "ELF-M-owt-torch": "owt_m", "ELF-L-owt-torch": "owt_l"}     # Hub name -> preset
+
+
+def find_weights(source):
+    """The file that load_model reads for a source; what is on the Hub is downloaded first."""
+    if not os.path.exists(source) and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        from huggingface_hub import snapshot_download
+        try:
+            source = snapshot_download(source, allow_patterns=["checkpoint_*", "config.json", "model.safetensors", "encoder/*"])
+        except Exception as error:
+            raise UserError(unreachable(source, "--model", error)) from None
+    steps = [int(path.name[11:]) for path in Path(source).glob("checkpoint_*") if path.name[11:].isdecimal()]
+    return Path(source) if os.path.isfile(source) else Path(source, f"checkpoint_{max(steps)}" if steps else "model.safetensors")
+
+
+def unreachable(source, option, error, kind=""):
+    """What to say where neither a path nor a Hub id leads to something."""
+    return (f"{option}={source}: no such folder, nor to be had from the Hub ({one_line(error, 120)}). Without a network, download it where there "
+            f"is one, `hf download {kind}{source} --local-dir FOLDER`, and give {option}=FOLDER")
+
+
+def read_weights(path):
+    """The weights in a .safetensors file or in a released checkpoint, by name. Runs no code that a file might hold."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["ema_params1"]
+    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: missing, cut off, or more than plain weights ({one_line(error)})") from None
+    except (KeyError, TypeError):
+        raise UserError(f"{path}: not a checkpoint of the released code (it holds no ema_params1)") from None
+
+
+def from_released(state, path):
+    """(the network's sizes, told by the shapes; the weights under this file's names) of a released checkpoint."""
+    state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value.float() for name, value in state.items()}
+    try:
+        hidden, dim = state["proj_kernel"].shape
+        sizes = {"vocab": len(state["unembed_bias"]), "latent_dim": dim, "hidden": hidden,
+                 "depth": len({name.split(".")[1] for name in state if name.startswith("blocks.")}),
+                 "heads": hidden // len(state["blocks.0.attn.q_norm.weight"]),
+                 "bottleneck": len(state["text_proj.proj1.weight"]), "prefix": state["mode_tokens"].shape[1]}
+        for name in ("proj", "unembed"):                            # stored [in, out], unlike the rest
+            state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
+            state[f"{name}.bias"] = state.pop(f"{name}_bias")
+    except KeyError as error:
+        raise UserError(f"{path}: the weights lack {error}") from None
+    return sizes, state
 
 
 class Encoder:
@@ -508,9 +570,12 @@ class Encoder:
         self.model, self.tokenizer = model.eval().requires_grad_(False), tokenizer
 
     @torch.no_grad()
-    def encode(self, ids, cfg):
-        """ids (B, L) -> latents (B, L, D), normalised."""
-        return (self.model(input_ids=ids).last_hidden_state - cfg.latent_mean) / cfg.latent_std
+    def encode(self, ids, cfg, sees=None):
+        """ids (B, L) -> latents (B, L, D), normalised. sees (B, L or 1, L) bool: which positions each may look at (None: all)."""
+        if sees is not None:        # additive and 4-D: right under every attention backend, as a boolean or 3-D mask isn't
+            sees = torch.zeros(sees.shape, dtype=self.model.dtype, device=ids.device).masked_fill(~sees, torch.finfo(self.model.dtype).min)[:, None]
+        h = self.model(input_ids=ids, attention_mask=sees).last_hidden_state
+        return (h.float() - cfg.latent_mean) / cfg.latent_std
 
     def save(self, folder):
         from transformers.utils.logging import disable_progress_bar
@@ -526,33 +591,34 @@ def pretrained(auto, source, **how):
     try:
         return auto.from_pretrained(source, **how)
     except Exception as error:
-        raise UserError(f"{source}: no {auto.__name__.removeprefix('Auto')} in a folder or under a Hub id of that name, or a "
-                        f"damaged one ({one_line(error)})") from None
+        if os.path.isdir(source):
+            raise UserError(f"{source}: no {auto.__name__.removeprefix('Auto')} in it, or a damaged one ({one_line(error)})") from None
+        raise UserError(unreachable(source, "--encoder", error)) from None
 
 
-def own_encoder(folder):
-    """Where a folder that train.py wrote keeps its encoder."""
-    if not os.path.isdir(f"{folder}/encoder"):
+def encoder_source(folder, cfg):
+    """Where a model's encoder is: in the folder that train.py wrote, or above it (snapshots), or else where cfg says."""
+    for place in (f"{folder}/encoder", f"{os.path.dirname(os.path.abspath(folder))}/encoder"):
+        if os.path.isdir(place):
+            return place
+    if cfg.encoder == "scratch":
         raise UserError(f"{folder}/encoder is missing: put it back, or train again")
-    return f"{folder}/encoder"
+    return cfg.encoder
 
 
 def load_tokenizer(source):
-    """The tokenizer of a folder or a Hub id."""
+    """The tokenizer of a folder or a Hub id. Where it has no end-of-sequence token, its separator ends a text."""
     from transformers import AutoTokenizer
-    return pretrained(AutoTokenizer, source)
+    tokenizer = pretrained(AutoTokenizer, source)
+    tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
+    if tokenizer.eos_token is None or tokenizer.pad_token is None:
+        raise UserError(f"{source}: its tokenizer lacks a token for the end of a text or for padding, so it is of no use here")
+    return tokenizer
 
 
-def load_encoder(source, device="cpu"):
-    """The frozen encoder of a folder or a Hub id, with its tokenizer."""
-    from transformers import AutoModelForTextEncoding
-    model = pretrained(AutoModelForTextEncoding, source, dtype=torch.float32)
+def load_encoder(source, device="cpu", dtype="float32"):
+    """The frozen encoder of a folder or a Hub id, with its tokenizer: the encoder of a T5, or a BERT-like model."""
+    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoModelForTextEncoding
+    part = type(pretrained(AutoConfig, source)) in MODEL_FOR_TEXT_ENCODING_MAPPING      # of a T5 the encoder alone
+    model = pretrained(AutoModelForTextEncoding if part else AutoModel, source, dtype=getattr(torch, dtype))
     return Encoder(model.to(device), load_tokenizer(source))
-
-
-def to_text(tokenizer, ids):
-    """Token ids (L,) -> text, cut at the first end-of-sequence token."""
-    ids = ids.tolist()
-    if tokenizer.eos_token_id in ids:
-        ids = ids[:ids.index(tokenizer.eos_token_id)]
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)

@@ -3,9 +3,12 @@
     python sample.py --model=out/tiny                                                  a few texts
     python sample.py --model=out/tiny --n=512 --sampler=ode,sde --steps=4,8,16,32      a table of measures
     python sample.py --model=out/tiny --trace                                          one text taking shape
+    python sample.py --model=embedded-language-flows/ELF-B-owt-torch --sde_start=released       released weights
 """
 import dataclasses
+import datetime
 import difflib
+import functools
 import itertools
 import json
 import math
@@ -14,9 +17,12 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
 
 import elf
 import tiny_config
@@ -26,22 +32,29 @@ from elf import UserError, key
 @dataclass(frozen=True)
 class Options:
     """Keys, their defaults and meanings; steps, sampler, gamma, w, grid and sde_start take comma lists, to sweep."""
-    model: str = key("", "the model: a folder that train.py wrote")
-    n: int = key(8, "how many texts")
+    model: str = key("", "a folder that train.py wrote, or released weights: checkpoint_<step>, a folder with one, or a Hub id")
+    config: str = key("", "preset for what released weights don't tell, such as the length (empty: by the Hub id, or owt_b)")
+    encoder: str = key("", "folder or Hub id of the encoder, for its tokenizer (empty: the model's)")
+    n: int = key(8, "how many texts", least=1)
     steps: str = key("", "steps from noise to data, not counting the decode call (empty: the model's sample_steps)")
     sampler: str = key("sde", "sde puts some noise back before each step, ode doesn't")
     gamma: str = key("", "how much noise an SDE step puts back (empty: the model's gamma)")
     w: str = key("", "guidance scale of self-conditioning, 1 is none (empty: the model's w)")
     grid: str = key("logit_normal", "the steps' times: logit_normal, uniform or quantile")
     sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back")
-    seed: int = key(0, "the same seed gives the same texts")
-    batch: int = key(128, "texts made together; the texts don't depend on it")
+    seed: int = key(0, "the same seed gives the same texts", least=0)
+    batch: int = key(128, "texts made together; the texts don't depend on it", least=1)
     out: str = key("", "write the texts to this .jsonl file")
     json: str = key("", "write the closing table to this .json file")
     data: str = key("", "a text file to compare the words with (empty: what the model was trained on, if it is there)")
     trace: bool = key(False, "show one text taking shape, step by step, changed tokens in [brackets]")
     plot: str = key("", "draw that as a picture, to this .png file")
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
+    dtype: str = key("float32", "precision of the network's blocks: float32 or bfloat16", choices=("float32", "bfloat16"))
+    compile: bool = key(False, "torch.compile: slow to start, then faster")
+
+    def __post_init__(self):
+        elf.check(self)
 
 
 SWEEPS = {"sampler": str, "steps": int, "gamma": float, "w": float, "grid": str, "sde_start": str}   # take comma lists
@@ -78,6 +91,7 @@ def nearest(name, names):
 
 def read_value(name, text, kind):
     """The text of a setting as `kind`: int, float, bool or str."""
+    text = "0" if name == "latent_std" and text == "auto" else text
     try:
         value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
         if kind in (bool, str) or abs(value) < 1e9:                     # which nan and inf are not
@@ -124,12 +138,40 @@ def pick_device(name):
         raise UserError(f"--device={name}: not to be had on this machine ({elf.one_line(error)})") from None
 
 
+def connect(name):
+    """(rank, number of processes, device): where torchrun started several, each has its own GPU and hears the others."""
+    rank, world, device = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), pick_device(name)
+    if world > 1:
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=datetime.timedelta(days=1))        # the others wait while the first tokenises
+    return rank, world, device
+
+
+def accelerate(model, device, dtype, compile=False, checkpoint=False):
+    """Lets the model's blocks run in bfloat16, compiled, or with their activations recomputed instead of kept.
+
+    All else, the embeddings of t and w, the heads, the loss, stays in float32, and so do the weights, under the same names.
+    """
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")                          # TF32
+    for block in model.blocks:
+        if dtype == "bfloat16":
+            block.forward = torch.autocast(device.type, torch.bfloat16)(block.forward)
+        if checkpoint:
+            block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+        if compile:
+            block.compile(dynamic=False)
+
+
 # ------------------------------------------------------------------------------------------ generation
 
 
-def seeded(*numbers):
+def seeded(*numbers, device="cpu"):
     """A generator of its own for each tuple of whole numbers."""
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+    return torch.Generator(device).manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 def start(cfg, seed, ids, device):
@@ -147,7 +189,7 @@ def generate(model, n, seed, batch, grid="logit_normal", steps=32, w=1.0, **how)
     for first in range(0, n, batch):
         z, generators = start(cfg, seed, range(first, min(first + batch, n)), device)
         z = elf.sample(model, z, times, w=w, generator=generators, **how)
-        ids.append(elf.decode_ids(model, z, w).cpu())
+        ids += [elf.decode_ids(model, part, w).cpu() for part in z.split(16)]       # few at a time: logits are L x V each
     return torch.cat(ids)
 
 
@@ -188,7 +230,30 @@ def plot_trace(lines, path):
     plt.close(figure)
 
 
+def plot_losses(entries, path):
+    """The losses of a training run over its steps as a picture; entries: the lines of metrics.jsonl, as dicts."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axis, name, title in zip(axes, ("mse", "ce"), ("velocity MSE (denoise)", "cross-entropy (decode)")):
+        for series, label in ((name, "training"), (f"heldout_{name}", "held out, averaged weights")):
+            axis.plot(*zip(*[(e["step"], e[series]) for e in entries if series in e]), label=label, lw=1.2)
+        axis.set(title=title, xlabel="step", yscale="log")
+        axis.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 # ------------------------------------------------------------------------------------------ measures
+
+
+def to_text(tokenizer, ids):
+    """Token ids (L,) -> text, cut at the first end-of-sequence token."""
+    ids = ids.tolist()
+    if tokenizer.eos_token_id in ids:
+        ids = ids[:ids.index(tokenizer.eos_token_id)]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def entropy(counts):
@@ -220,15 +285,16 @@ def measure(tokenizer, rows, texts, reference):
 def load_reference(cfg, tokenizer, path, n):
     """What samples are compared with: n texts of the data as token ids, and a function texts -> measures.
 
-    None where the data isn't at hand.
+    For a model of text it is the file's first 20 MB; None where there is no such file.
     """
     if cfg.data == "tiny":
-        return [tokenizer.encode(text) for text in tiny_config.heldout_stories()[:n]], tiny_config.judge_stories
+        texts = tiny_config.heldout_stories()[:n]
+        return tokenizer(texts, add_special_tokens=False)["input_ids"], tiny_config.judge_stories
     path = path or tiny_config.local_path(cfg.data)
-    if not os.path.isfile(path):
+    if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
         return None
-    text = tiny_config.read_text(path)
-    ids = tiny_config.encode(tokenizer, text)
+    text = "".join(itertools.islice(tiny_config.texts(tiny_config.open_data(path)), 200))
+    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     return rows[::max(len(rows) // n, 1)][:n], lambda texts: tiny_config.judge_text(texts, text)
 
@@ -270,11 +336,6 @@ def main(argv):
     options = override(Options(), parse(argv, __doc__, Options()))
     if not options.model:
         raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
-    for name in ("n", "batch"):
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name}={getattr(options, name)}: must be at least 1")
-    if options.seed < 0:
-        raise UserError(f"--seed={options.seed}: must not be negative")
     paths = [os.path.abspath(path) for path in (options.out, options.json, options.plot, options.data) if path]
     if len(set(paths)) < len(paths):
         raise UserError("--out, --json, --plot and --data must be different files")
@@ -288,13 +349,20 @@ def main(argv):
         raise UserError("--trace and --plot show one text; --out and --json write many: use one or the other")
     if options.data and not os.path.isfile(options.data):
         raise UserError(f"--data={options.data}: no such file")
-    model, cfg = elf.load_model(options.model, pick_device(options.device))
+    presets = elf.PRESETS | tiny_config.PRESETS
+    if options.config and options.config not in presets:
+        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, presets)}")
+    device = pick_device(options.device)
+    model, cfg = elf.load_model(options.model, device, presets.get(options.config))
+    accelerate(model, device, options.dtype, options.compile)
     if options.data and cfg.data == "tiny":
         raise UserError("--data is for models of text; a model of the tiny language is judged by its rules")
     sweep = settings(options, cfg)
     if len(sweep) > 1 and (options.out or options.trace or options.plot):
         raise UserError("--out, --trace and --plot take one setting, not a sweep")
-    tokenizer = elf.load_tokenizer(elf.own_encoder(options.model))
+    tokenizer = elf.load_tokenizer(options.encoder or elf.encoder_source(options.model, cfg))
+    if len(tokenizer) != cfg.vocab:
+        raise UserError(f"the model has {cfg.vocab} tokens, and the tokenizer of its encoder, {tokenizer.name_or_path}, has {len(tokenizer)}")
     if options.trace or options.plot:
         lines = list(trace(model, tokenizer, options.seed, **sweep[0]))
         print_trace(lines)
@@ -305,7 +373,7 @@ def main(argv):
         began = time.time()
         rows = generate(model, options.n, options.seed, options.batch, **how)
         seconds = time.time() - began
-        texts = [elf.to_text(tokenizer, row) for row in rows]
+        texts = [to_text(tokenizer, row) for row in rows]
         lines.append(how | {"n": options.n, "seconds": seconds} | measure(tokenizer, rows.tolist(), texts, reference))
         if len(sweep) > 1:
             print(f"{len(lines)}/{len(sweep)}", ", ".join(f"{k}={v}" for k, v in how.items()), "|", texts[0][:100], flush=True)

@@ -4,9 +4,12 @@
 it either obeys all the rules or it doesn't. `tiny_text` learns any text file you give it. Both train a small T5
 encoder from scratch first (about half a minute) and freeze it, as the full-size runs freeze a pretrained one.
 """
+import dataclasses
 import functools
+import glob
 import hashlib
 import http.client
+import itertools
 import math
 import os
 import random
@@ -14,11 +17,12 @@ import re
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from elf import Config, UserError, write_safely
+from elf import Config, UserError, one_line, unreachable, write_safely
 
 PRESETS = {
     "tiny": Config(
@@ -122,7 +126,23 @@ def judge_stories(texts):
     return {"valid": len(valid) / len(texts), "novel": len(novel) / max(len(valid), 1)}
 
 
-# ------------------------------------------------------------------------------------------ any text
+def story_rows(tokenizer, length):
+    """(training, held-out) stories as arrays of token ids (N, L), each filled up with EOS, which the model learns to write too."""
+    found = []
+    for texts in (training_stories(), heldout_stories()):
+        rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        if (longest := max(map(len, rows))) >= length:
+            raise UserError(f"--length={length}: the longest text has {longest} tokens, and an end must fit behind it")
+        found.append(np.array([row + [tokenizer.eos_token_id] * (length - len(row)) for row in rows]))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ any data
+# What --data names becomes an array of token ids (N, L), N rows of L. Raw text is tokenised once, in parallel, into one
+# flat file of documents, an EOS behind each; row i is a slice of it. So packing loses only the last, incomplete row,
+# a row may hold parts of several documents, and the memory doesn't grow with the data.
+
+TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}     # files that hold rows; all others are text
 
 
 def local_path(path):
@@ -142,26 +162,176 @@ def fetch(address, path):
     write_safely(path, lambda name: Path(name).write_bytes(body))
 
 
-def read_text(source):
-    """The text of a UTF-8 file, or of an http address, which is fetched once and kept in data/."""
+def find_files(source):
+    """The files that --data names, by a path, a pattern like data/*.txt, or an http address, which is fetched once."""
     path = local_path(source)
     if path != source and not os.path.isfile(path):
         fetch(source, path)
+    return [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+
+
+def pieces(path, size=100_000):
+    """A text file, one document, as pieces of whole lines, about `size` bytes each: dicts of path, first and last byte, end (bool)."""
+    edges, total = [0], os.path.getsize(path)
+    with open(path, "rb") as file:
+        while edges[-1] < total:
+            file.seek(edges[-1] + size)
+            file.readline()
+            edges.append(min(file.tell(), total))
+    return [{"path": path, "first": a, "last": b, "end": b == total} for a, b in itertools.pairwise(edges)]
+
+
+def read_piece(path, first, last):
+    """The text of a piece. Raises UserError where it isn't UTF-8 text."""
+    with open(path, "rb") as file:
+        file.seek(first)
+        raw = file.read(last - first)
     try:
-        with open(path, "rb") as file:
-            raw = file.read()
-    except OSError as error:
-        raise UserError(f"--data={path}: cannot be read ({error.strerror}); it takes a text file, or tiny") from None
-    if not raw.strip():
-        raise UserError(f"--data={path}: the file is empty")
-    try:
-        text = raw.decode("utf-8-sig")                              # without a byte order mark, if there is one
+        text = raw.decode("utf-8" if first else "utf-8-sig")            # without a byte order mark, if there is one
     except UnicodeDecodeError as error:
-        raise UserError(f"--data={path}: not UTF-8 text (byte {raw[error.start]:#04x} at position {error.start}); "
+        raise UserError(f"--data={path}: not UTF-8 text (byte {raw[error.start]:#04x} at position {first + error.start}); "
                         "if it is text at all, convert it with iconv -t utf-8") from None
     if "\0" in text:
         raise UserError(f"--data={path}: holds zero bytes, so it is no text file")
     return text
+
+
+def open_data(source):
+    """What --data names as a datasets.Dataset, with a column `text`, or `input_ids`, or with pieces of text files."""
+    import datasets
+    datasets.disable_progress_bars()
+    files = find_files(source)
+    kinds = {TABLES.get(Path(file).suffix, "text") for file in files}
+    if len(kinds) > 1:
+        raise UserError(f"--data={source}: files of several kinds ({', '.join(sorted(kinds))}); give one kind at a time")
+    if kinds == {"text"}:
+        if not (found := [piece for file in files for piece in pieces(file)]):
+            raise UserError(f"--data={source}: empty")
+        return datasets.Dataset.from_list(found)
+    try:
+        data = datasets.load_dataset(*kinds, data_files=files) if files else open_folder(source)
+    except Exception as error:
+        reason = one_line(error.__cause__ or error)
+        if files or os.path.exists(source):
+            raise UserError(f"--data={source}: cannot be read as {' '.join(kinds) or 'a data set'} ({reason})") from None
+        raise UserError(unreachable(source, "--data", reason, "--repo-type dataset ")) from None
+    if isinstance(data, dict):
+        if "train" not in data and len(data) > 1:
+            raise UserError(f"--data={source}: has the parts {', '.join(data)}, but none called train")
+        data = data.get("train") or next(iter(data.values()))
+    if not {"text", "input_ids"} & set(data.column_names):
+        raise UserError(f"--data={source}: has the columns {', '.join(data.column_names)}; one called text (strings) or input_ids "
+                        "(token ids) is needed")
+    return data
+
+
+def open_folder(source):
+    """A folder or a Hub id: what save_to_disk wrote, also where a Hub id holds that layout, or data files."""
+    import datasets
+    from huggingface_hub import HfApi, snapshot_download
+    saved = {"dataset_dict.json", "state.json"}
+    if not os.path.isdir(source):
+        if not any(Path(name).name in saved for name in HfApi().list_repo_files(source, repo_type="dataset")):
+            return datasets.load_dataset(source)
+        source = snapshot_download(source, repo_type="dataset")
+    tops = sorted({path.parent for path in Path(source).rglob("*.json") if path.name in saved}, key=lambda path: len(path.parts))
+    return datasets.load_from_disk(tops[0]) if tops else datasets.load_dataset(str(source))
+
+
+def texts(data):
+    """The texts of open_data, one after the other."""
+    for row in data:
+        yield row["text"] if "text" in row else read_piece(row["path"], row["first"], row["last"])
+
+
+def pack(data, source, tokenizer, workers=None):
+    """The tokens of open_data as one flat array in a file, an EOS behind each document; made once for each content and tokenizer."""
+    eos, dtype = tokenizer.eos_token_id, np.uint16 if len(tokenizer) <= 2 ** 16 else np.uint32
+
+    def tokenise(batch, index):
+        if "text" in batch and not all(isinstance(text, str) for text in batch["text"]):
+            raise UserError(f"--data={source}: the column text holds something else than text, somewhere in rows {index[0]} to {index[-1]}")
+        found = batch["text"] if "text" in batch else [read_piece(*piece) for piece in zip(batch["path"], batch["first"], batch["last"])]
+        rows = tokenizer(found, add_special_tokens=False, split_special_tokens=True)["input_ids"]      # "</s>" in a text is text
+        return {"ids": [np.array(row + [eos] * end, dtype) for row, end in zip(rows, batch.get("end", [True] * len(rows)))]}
+
+    content = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
+    if files := find_files(source):
+        for file in files:
+            with open(file, "rb") as opened:
+                content.update(hashlib.file_digest(opened, "sha256").digest())
+    else:
+        content.update(data._fingerprint.encode())
+    path = f"data/{content.hexdigest()[:16]}.tokens"
+    if not os.path.isfile(path):
+        import datasets
+        print(f"tokenising {source} into {path} ...", flush=True)
+        workers = min(workers or os.cpu_count(), len(data))
+        datasets.disable_caching()                                              # our file is the cache
+        done = data.map(tokenise, batched=True, batch_size=64, with_indices=True, remove_columns=data.column_names,
+                        num_proc=workers if workers > 1 else None)
+
+        def write(name):
+            with open(name, "wb") as file:
+                for chunk in done.data.column("ids").chunks:
+                    chunk.flatten().to_numpy().tofile(file)
+        os.makedirs("data", exist_ok=True)
+        write_safely(path, write)
+    return np.memmap(path, dtype, "r")
+
+
+class Rows:
+    """Ready-made rows of token ids as an array (N, L), each filled up with PAD."""
+
+    def __init__(self, data, cfg, tokenizer):
+        self.data, self.cfg, self.tokenizer = data, cfg, tokenizer
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, rows):
+        if isinstance(rows, slice):
+            return Rows(self.data.select(range(len(self))[rows]), self.cfg, self.tokenizer)
+        found, length, vocab = self.data[rows]["input_ids"], self.cfg.length, len(self.tokenizer)
+        for row in found:
+            if not 0 < len(row) <= length or max(row) >= vocab:
+                raise UserError(f"--data={self.cfg.data}: holds a row of {len(row)} token ids up to {max(row, default=None)}; by --length and the "
+                                f"encoder's vocabulary a row has 1 to {length} ids below {vocab}")
+        return np.array([row + [self.tokenizer.pad_token_id] * (length - len(row)) for row in found])
+
+
+def take(rows, which):
+    """Rows of an array (N, L), by number, as a tensor of token ids (n, L)."""
+    return torch.from_numpy(np.asarray(rows[np.asarray(which)]).astype(np.int64))
+
+
+def token_rows(data, cfg, tokenizer):
+    """What open_data found as an array of token ids (N, L)."""
+    if "input_ids" not in data.column_names:
+        flat = pack(data, cfg.data, tokenizer)
+        return flat[:len(flat) // cfg.length * cfg.length].reshape(-1, cfg.length)
+    return Rows(data, cfg, tokenizer)
+
+
+def fit(cfg, encoder, rows):
+    """Fills in what cfg leaves open, the vocabulary and the latents' mean and std, and checks what it doesn't."""
+    device, pad = encoder.model.device, encoder.tokenizer.pad_token_id
+    if cfg.encoder == "scratch":                # a tokenizer trained on little text has fewer tokens than it may have
+        cfg = dataclasses.replace(cfg, vocab=min(cfg.vocab, len(encoder.tokenizer)))
+    raw, n = dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0), max(2 ** 16 // cfg.length, 1)
+    ids = take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(device)
+    try:
+        x = encoder.encode(ids[:1], raw, (ids[:1] != pad)[:, None])
+    except (RuntimeError, IndexError, ValueError) as error:
+        raise UserError(f"--encoder={cfg.encoder}: fails on {cfg.length} tokens ({one_line(error)})") from None
+    for name, value in (("vocab", len(encoder.tokenizer)), ("latent_dim", x.shape[-1])):
+        if getattr(cfg, name) not in (0, value):
+            raise UserError(f"--{name}={getattr(cfg, name)}: the encoder has {value}")
+    cfg = dataclasses.replace(cfg, vocab=len(encoder.tokenizer))
+    if cfg.latent_std == 0:
+        x = torch.cat([encoder.encode(part, raw, (part != pad)[:, None])[part != pad] for part in ids.split(64)])
+        cfg = dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
+    return cfg
 
 
 def words_of(text):
@@ -196,8 +366,8 @@ def word_tokenizer(texts):
                                    mask_token="<mask>", unk_token="<unk>")
 
 
-def byte_tokenizer(text, pieces):
-    """A byte-level BPE tokenizer of up to `pieces` tokens, trained on the text; it can spell any text."""
+def byte_tokenizer(texts, pieces):
+    """A byte-level BPE tokenizer of up to `pieces` tokens, trained on texts; it can spell any text."""
     if pieces < 259:
         raise UserError(f"--vocab={pieces}: must be at least 259, for 256 bytes and three control tokens")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -205,20 +375,15 @@ def byte_tokenizer(text, pieces):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    lines = (line[i:i + 1000] for line in text.splitlines(keepends=True) for i in range(0, len(line), 1000))
+    lines = (line[i:i + 1000] for text in texts for line in text.splitlines(keepends=True) for i in range(0, len(line), 1000))
     tokenizer.train_from_iterator(lines, trainers.BpeTrainer(
         vocab_size=pieces, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
 
 
-def encode(tokenizer, text):
-    """The token ids of a text; what looks like a control token in it is text all the same."""
-    return tokenizer.encode(text, split_special_tokens=True)
-
-
-def train_encoder(ids, tokenizer, cfg, masked=0.3):
-    """Trains a small T5 encoder on ids (N, L) to guess masked tokens from their context.
+def train_encoder(rows, tokenizer, cfg, masked=0.3):
+    """Trains a small T5 encoder on rows (N, L) of token ids to guess masked tokens from their context.
 
     On real text it needs the long warmup; without it, it learns the tokens' frequencies and never looks at the context.
     """
@@ -230,7 +395,7 @@ def train_encoder(ids, tokenizer, cfg, masked=0.3):
         feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
     optimizer, losses = torch.optim.AdamW(encoder.parameters(), cfg.encoder_lr), []
     for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
-        clean = ids[torch.randint(len(ids), (batch,))]                                  # (batch, L)
+        clean = take(rows, torch.randint(len(rows), (batch,)))                          # (batch, L)
         hidden = torch.rand(clean.shape) < masked
         h = encoder(input_ids=clean.masked_fill(hidden, tokenizer.mask_token_id)).last_hidden_state
         logits = F.linear(h[hidden] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled

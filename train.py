@@ -6,6 +6,7 @@
 
 Everything a run writes lies in out/NAME/; python sample.py --model=out/NAME makes texts from it.
 """
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -25,13 +26,16 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
 import elf
 import tiny_config
 from elf import UserError, key
-from sample import generate, load_reference, measure, nearest, override, parse, pick_device, run, seeded
+from sample import (accelerate, connect, generate, load_reference, measure, nearest, override, parse, plot_losses, run, seeded,
+                    to_text)
 
 PRESETS = elf.PRESETS | tiny_config.PRESETS
 
@@ -42,63 +46,44 @@ class Options:
     config: str = key("", f"preset: {', '.join(PRESETS)}; every key of the second list changes one value of it")
     out_dir: str = key("", "folder to write to (empty: out/ and the preset's name)")
     resume: bool = key(False, "go on with the run in out_dir, with exactly the weights it would have had")
+    init: str = key("", "start from these weights: whatever sample.py takes as --model")
+    dry_run: bool = key(False, "build everything, say how large it is, make one step on real data, write nothing")
+    keep: int = key(0, "keep the weights of every k-th checkpoint, in out_dir/step_N (0: only the last)", least=0)
+    micro_batch: int = key(0, "sequences that go through the network at once, in each process (0: its whole share of a batch)", least=0)
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
+    dtype: str = key("auto", "precision of the network's blocks: float32, bfloat16, or auto", choices=("auto", "float32", "bfloat16"))
+    compile: bool = key(False, "torch.compile: slow to start, then faster")
+    checkpoint_activations: bool = key(False, "compute activations twice instead of keeping them: less memory, a third more work")
+
+    def __post_init__(self):
+        elf.check(self)
 
 
 # ------------------------------------------------------------------------------------------ data
 
 
-def load_data(cfg, device, folder=None):
-    """(cfg with its open values filled in, encoder, training ids (N, L), held-out ids (M, L)).
-
-    folder: that of a run to be resumed, which keeps the encoder it trained.
-    """
-    text = None if cfg.data == "tiny" else tiny_config.read_text(cfg.data)
-    source = elf.own_encoder(folder) if folder and cfg.encoder == "scratch" else cfg.encoder
-    encoder = None if source == "scratch" else elf.load_encoder(source, device)
-    if cfg.data == "tiny":          # short texts: one a row, filled up with EOS, which the model learns to write too
-        texts = tiny_config.training_stories()
-        tokenizer = encoder.tokenizer if encoder else tiny_config.word_tokenizer(texts)
-        train, heldout = (fill(tokenizer, rows, cfg.length) for rows in (texts, tiny_config.heldout_stories()))
-    else:                           # a long text: packed, that is cut into blocks; the incomplete last one is left out
-        tokenizer = encoder.tokenizer if encoder else tiny_config.byte_tokenizer(text, cfg.vocab)
-        ids = torch.tensor(tiny_config.encode(tokenizer, text) + [tokenizer.eos_token_id])
-        if len(ids) < 4 * cfg.length:
-            raise UserError(f"--data={cfg.data}: {len(ids)} tokens are too few; four blocks of --length={cfg.length} are needed, "
-                            "as three are held out")
-        blocks = ids[:len(ids) // cfg.length * cfg.length].view(-1, cfg.length)
-        n_heldout = max(len(blocks) // 20, 3)
-        train, heldout = blocks[:-n_heldout], blocks[-n_heldout:]
+def load_data(cfg, device, encoder=None):
+    """(cfg with its open values filled in, encoder, training rows, held-out rows); rows are arrays of token ids (N, L)."""
+    data = None if cfg.data == "tiny" else tiny_config.open_data(cfg.data)
+    if encoder is None and cfg.encoder != "scratch":
+        encoder = elf.load_encoder(cfg.encoder, device, cfg.encoder_dtype)
+    tokenizer = encoder.tokenizer if encoder else None
+    if cfg.data == "tiny":
+        tokenizer = tokenizer or tiny_config.word_tokenizer(tiny_config.training_stories())
+        train, heldout = tiny_config.story_rows(tokenizer, cfg.length)
+    else:
+        tokenizer = tokenizer or tiny_config.byte_tokenizer(tiny_config.texts(data), cfg.vocab)
+        rows = tiny_config.token_rows(data, cfg, tokenizer)
+        if len(rows) < 4:
+            raise UserError(f"--data={cfg.data}: {len(rows)} rows of --length={cfg.length} tokens are too few; four are needed, as three are held out")
+        n_heldout = min(max(len(rows) // 20, 3), 1024)
+        train, heldout = rows[:-n_heldout], rows[-n_heldout:]
 
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
         model = tiny_config.train_encoder(train, tokenizer, cfg)
         encoder = elf.Encoder(model.to(device), tokenizer)
-    return fit(cfg, encoder, train), encoder, train, heldout
-
-
-def fill(tokenizer, texts, length):
-    """Texts as one tensor of token ids (N, L), each filled up with EOS."""
-    rows = tokenizer(texts)["input_ids"]
-    if (longest := max(map(len, rows))) >= length:
-        raise UserError(f"--length={length}: the longest text has {longest} tokens, and an end must fit behind it")
-    return torch.tensor([row + [tokenizer.eos_token_id] * (length - len(row)) for row in rows])
-
-
-def fit(cfg, encoder, ids):
-    """Fills in what cfg leaves open, the vocabulary and the latents' mean and std, and checks what it doesn't."""
-    if cfg.encoder == "scratch":                # a tokenizer trained on little text has fewer tokens than it may have
-        cfg = dataclasses.replace(cfg, vocab=min(cfg.vocab, len(encoder.tokenizer)))
-    vocab, width = len(encoder.tokenizer), encoder.model.config.hidden_size
-    for name, value in (("vocab", vocab), ("latent_dim", width)):
-        if getattr(cfg, name) not in (0, value):
-            raise UserError(f"--{name}={getattr(cfg, name)}: the encoder has {value}")
-    cfg = dataclasses.replace(cfg, vocab=vocab)
-    if cfg.latent_std == 0:
-        raw = dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0)
-        x = torch.cat([encoder.encode(rows.to(encoder.model.device), raw) for rows in ids[:2048].split(64)])
-        cfg = dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
-    return cfg
+    return tiny_config.fit(cfg, encoder, train), encoder, train, heldout
 
 
 @lru_cache(2)
@@ -110,6 +95,24 @@ def batch_rows(step, batch, n, seed):
     """Which of the n rows are the batch of a step: a pure function, so there's no position to lose on resume."""
     places = range(step * batch, (step + 1) * batch)
     return torch.stack([shuffled(n, place // n, seed)[place % n] for place in places])
+
+
+class Batches(torch.utils.data.Dataset):
+    """Item i: what a process gets of the batch of step i, as token ids (B / processes, L)."""
+
+    def __init__(self, rows, cfg, rank, world):
+        self.rows, self.cfg, self.rank, self.world = rows, cfg, rank, world
+
+    def __getitem__(self, step):
+        rows = batch_rows(step, self.cfg.batch, len(self.rows), self.cfg.seed)
+        return tiny_config.take(self.rows, rows.chunk(self.world)[self.rank])
+
+
+def batches(trainer):
+    """The trainer's batches from its step on; for a GPU they are read ahead by other processes, into pinned memory."""
+    rows, gpu = Batches(trainer.rows, trainer.cfg, trainer.rank, trainer.world), trainer.device.type == "cuda"
+    return torch.utils.data.DataLoader(rows, batch_size=None, sampler=range(trainer.step, trainer.cfg.steps),
+                                       num_workers=2 * gpu, pin_memory=gpu)
 
 
 # ------------------------------------------------------------------------------------------ optimiser
@@ -134,7 +137,7 @@ class Muon(torch.optim.Optimizer):
                 grads = torch.stack([p.grad for p in params])                   # (n, fan_out, fan_in)
                 moments = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
                 torch._foreach_lerp_(moments, list(grads), 1 - group["momentum"])
-                update = orthogonal(grads.lerp(torch.stack(moments), group["momentum"]))    # Nesterov
+                update = share_out(orthogonal, grads.lerp(torch.stack(moments), group["momentum"]))     # Nesterov
                 scale = math.sqrt(max(1, fan_out / fan_in))
                 torch._foreach_add_(params, list(update), alpha=-group["lr"] * scale)
 
@@ -151,8 +154,21 @@ def orthogonal(g, steps=5):
     return (x.mT if tall else x).to(g.dtype)
 
 
+def share_out(function, x):
+    """function(x) for x (n, rows, columns), each process computing its part of the n and getting the others'."""
+    if not dist.is_initialized():
+        return function(x)
+    n, world = len(x), dist.get_world_size()
+    x = F.pad(x, (0, 0, 0, 0, 0, -n % world))                                   # (m, rows, columns), m a multiple
+    out = torch.empty_like(x)
+    dist.all_gather_into_tensor(out, function(x.chunk(world)[dist.get_rank()]))
+    return out[:n]
+
+
 def make_optimizers(model, cfg):
     """Muon on the 2-D weights, Adam on biases, norms and learned tokens; each with its full learning rate."""
+    if cfg.optimizer == "adamw":
+        return [(torch.optim.AdamW(model.parameters(), cfg.lr), cfg.lr)]
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
     adam_lr = cfg.adam_lr or cfg.lr
@@ -176,19 +192,46 @@ def make_average(model, decay):
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
+class Parallel(torch.nn.parallel.DistributedDataParallel):
+    """DDP that has what flow_loss needs; only the training pass goes through DDP's hooks."""
+    cfg = property(lambda self: self.module.cfg)
+
+    def denoise(self, *inputs):
+        return self.module.denoise(*inputs)
+
+
 class Trainer:
     """All the state of a run, its checkpoints, and its one step."""
 
-    def __init__(self, cfg, encoder, ids, device):
+    def __init__(self, cfg, encoder, rows, device, options=Options(), rank=0, world=1):
         torch.manual_seed(cfg.seed)
-        self.cfg, self.encoder, self.ids, self.device, self.step = cfg, encoder, ids, device, 0
-        self.data = fingerprint(ids)
+        self.cfg, self.encoder, self.rows, self.device, self.step, self.rank, self.world = cfg, encoder, rows, device, 0, rank, world
+        self.data, self.pad = fingerprint(rows), encoder.tokenizer.pad_token_id
+        self.micro = options.micro_batch or cfg.batch // world
+        if cfg.batch % (self.micro * world) or self.micro < 3:
+            raise UserError(f"--batch={cfg.batch} on {world} processes, --micro_batch={options.micro_batch}: each process needs an equal share "
+                            "of the batch, in equal parts of at least 3")
         self.model = elf.ELF(cfg).to(device)
+        if options.init:
+            self.start_from(options.init)
         self.average = make_average(self.model, cfg.ema)
+        dtype = {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(options.dtype, options.dtype)
+        accelerate(self.model, device, dtype, options.compile, options.checkpoint_activations)
+        self.network = Parallel(self.model, gradient_as_bucket_view=True) if world > 1 else self.model
         self.optimizers = make_optimizers(self.model, cfg)
 
+    def start_from(self, source):
+        model, cfg = elf.load_model(source, self.device, self.cfg)
+        for name in ("latent_mean", "latent_std"):
+            if getattr(cfg, name) != getattr(self.cfg, name):
+                raise UserError(f"--init={source}: has {name} {getattr(cfg, name)}, this run has {getattr(self.cfg, name)}: give --{name}")
+        try:
+            self.model.load_state_dict(model.state_dict())
+        except RuntimeError as error:
+            raise UserError(f"--init={source}: of another size than this run ({elf.one_line(error)})") from None
+
     def state(self):
-        return {"step": self.step, "data": self.data, "model": self.model.state_dict(),
+        return {"step": self.step, "data": self.data, "micro": self.micro, "model": self.model.state_dict(),
                 "average": self.average.state_dict(), "optimizers": [o.state_dict() for o, _ in self.optimizers]}
 
     def save(self, folder):
@@ -198,36 +241,49 @@ class Trainer:
 
     def load(self, folder):
         path = f"{folder}/state.pt"
-        if not os.path.isfile(path):
-            raise UserError(f"{folder}: no state.pt, so nothing to go on from; choose another --out_dir")
         try:
-            if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip(): # what torch.save writes, with sums
-                raise RuntimeError
-            state = torch.load(path, map_location="cpu", weights_only=True)     # runs no code from the file
-        except (RuntimeError, zipfile.BadZipFile, pickle.UnpicklingError):
-            raise UserError(f"{path}: refused, as it is damaged or holds more than plain tensors and numbers") from None
-        if not isinstance(state, dict) or state.keys() != self.state().keys():
-            raise UserError(f"{path}: not a checkpoint of this program")
-        if state["data"] != self.data:
-            raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
-        try:
+            if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():     # what torch.save writes, with sums
+                raise ValueError("missing, cut off or altered")
+            state = torch.load(path, map_location="cpu", weights_only=True)         # runs no code from the file
             self.model.load_state_dict(state["model"])
             self.average.load_state_dict(state["average"])
-            for (optimizer, _), saved in zip(self.optimizers, state["optimizers"]):
+            for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"{path}: does not fit config.json ({elf.one_line(error)})") from None
-        self.step = state["step"]
+            self.step, data, micro = state["step"], state["data"], state["micro"]
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            raise UserError(f"{path}: refused, not a whole checkpoint of this run ({elf.one_line(error)})") from None
+        if data != self.data:
+            raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
+        if micro != self.micro and self.rank == 0:
+            print(f"note: from here on the random numbers are others than they would have been, as {self.micro} sequences go through the "
+                  f"network at once and not {micro}; --micro_batch={micro} keeps them")
 
-    def train_step(self):
-        """One step of the optimisers; returns its figures. The random numbers depend on seed and step alone."""
-        cfg = self.cfg
-        rows = batch_rows(self.step, cfg.batch, len(self.ids), self.cfg.seed)
-        loss, mse, ce = self.loss(self.model, self.ids[rows], seeded(self.cfg.seed, 3, self.step))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip)
-        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):        # before it reaches the weights
-            raise Stopped(f"step {self.step + 1} has loss {loss.item()} and gradient norm {norm.item()}: not finite. "
+    def total(self, value):
+        """The sum of a number or tensor over all processes, as a tensor."""
+        value = torch.as_tensor(value, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(value)
+        return value
+
+    def train_step(self, ids):
+        """One step of the optimisers on this process's share of the batch, ids (B / processes, L); returns its figures.
+
+        The share goes through the network in parts. All random numbers depend on the seed, the step and the part alone.
+        """
+        cfg, parts = self.cfg, ids.to(self.device, non_blocking=True).split(self.micro)
+        n = self.total((ids != self.pad).sum())                     # counted positions of the whole batch
+        sums = torch.zeros(3, device=self.device)
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            with contextlib.nullcontext() if last or self.world == 1 else self.network.no_sync():
+                draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
+                losses = self.loss(self.network, part, draws, n)
+                (self.world * losses[0]).backward()                 # DDP divides the gradients by their number
+            sums += torch.stack(losses).detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip).item()
+        loss, mse, ce = self.total(sums).tolist()
+        if not math.isfinite(loss) or not math.isfinite(norm):      # before it reaches the weights
+            raise Stopped(f"step {self.step + 1} has loss {loss} and gradient norm {norm}: not finite. "
                           "The last good checkpoint is kept; start anew with a smaller --lr and another --out_dir")
         for optimizer, lr in self.optimizers:
             optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
@@ -235,20 +291,23 @@ class Trainer:
             optimizer.zero_grad()
         self.average.update_parameters(self.model)
         self.step += 1
-        return {"loss": loss.item(), "mse": mse.item(), "ce": ce.item(), "grad_norm": norm.item(),
-                "lr": cfg.lr * schedule(self.step - 1, cfg)}
+        parts = self.world * len(parts)
+        return {"loss": loss, "mse": mse / parts, "ce": ce / parts, "grad_norm": norm, "lr": cfg.lr * schedule(self.step - 1, cfg)}
 
-    def loss(self, model, ids, generator):
-        """flow_loss of a batch of ids (B, L), all positions counted."""
-        ids = ids.to(self.device)
-        draws = elf.Draws(*(d.to(self.device) for d in elf.draw(self.cfg, len(ids), generator)))
-        return elf.flow_loss(model, self.encoder.encode(ids, self.cfg), ids, torch.ones_like(ids, dtype=torch.bool), draws)
+    def loss(self, model, ids, draws, n=None):
+        """flow_loss of token ids (B, L); PAD neither counts nor is seen by the encoder."""
+        counted = ids != self.pad
+        x = self.encoder.encode(ids, self.cfg, None if counted.all() else counted[:, None])
+        return elf.flow_loss(model, x, ids, counted, draws, n)
 
     @torch.no_grad()
-    def heldout_loss(self, ids):
-        """MSE and CE of the averaged weights on up to four batches of held-out ids, with the same draws each time."""
-        batches = [rows for rows in ids.split(self.cfg.batch)[:4] if len(rows) >= 3]
-        losses = [self.loss(self.average.module, rows, seeded(self.cfg.seed, 4, i)) for i, rows in enumerate(batches)]
+    def heldout_loss(self, rows):
+        """MSE and CE of the averaged weights on up to four batches of held-out rows, with the same draws each time."""
+        ids, losses = tiny_config.take(rows, range(min(4 * self.micro, len(rows)))).to(self.device), []
+        for i, part in enumerate(ids.split(self.micro)):
+            if len(part) >= 3:
+                draws = elf.draw(self.cfg, len(part), seeded(self.cfg.seed, 4, i, device=self.device))
+                losses.append(self.loss(self.average.module, part, draws))
         _, mse, ce = torch.tensor(losses).mean(0).tolist()
         return {"heldout_mse": mse, "heldout_ce": ce}
 
@@ -257,57 +316,36 @@ class Stopped(Exception):
     """The run ends before its last step; the programme says why and leaves with 1."""
 
 
-def fingerprint(ids):
-    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:16]
+def fingerprint(rows):
+    """Tells data apart, by their number and a thousand of them."""
+    sample = tiny_config.take(rows, range(0, len(rows), max(len(rows) // 1000, 1)))
+    return hashlib.sha256(sample.numpy().tobytes()).hexdigest()[:12] + f"-{len(rows)}"
 
 
 # ------------------------------------------------------------------------------------------ logs
 
 
-def read(path):
-    return Path(path).read_text(encoding="utf-8", errors="replace") if os.path.isfile(path) else ""
-
-
-def append(path, text):
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(text)
-
-
 class Log:
-    """metrics.jsonl, one line per entry, and samples.txt; a resumed run drops what comes after the step it goes on from."""
+    """metrics.jsonl, a line an entry, samples.txt and loss.png; a resumed run drops what comes after the step it goes on from."""
 
     def __init__(self, folder, step):
-        self.metrics, self.samples = f"{folder}/metrics.jsonl", f"{folder}/samples.txt"
-        entries = re.findall(r'(?m)^({"step": (\d+), .*}\n)', read(self.metrics))
-        blocks = re.findall(r"(?ms)^(--- step (\d+)\n.*?)(?=^--- step \d+\n|\Z)", read(self.samples))
-        for path, parts in ((self.metrics, entries), (self.samples, blocks)):
-            kept = "".join(part for part, at in parts if int(at) <= step)
-            elf.write_safely(path, lambda new: Path(new).write_text(kept, encoding="utf-8"))
+        self.folder, path = folder, Path(folder, "metrics.jsonl")
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        self.entries = [json.loads(line) for line, at in re.findall(r'(?m)^({"step": (\d+), .*})$', text) if int(at) <= step]
+        self.write()
 
-    def write(self, **entry):
-        append(self.metrics, json.dumps(entry) + "\n")
+    def write(self, *entries):
+        self.entries += entries
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.entries)
+        elf.write_safely(f"{self.folder}/metrics.jsonl", lambda path: Path(path).write_text(lines, encoding="utf-8"))
 
     def show(self, step, figures, texts):
         """Logs held-out figures and some samples, and prints the figures and two samples."""
-        self.write(step=step, **figures)
-        append(self.samples, f"--- step {step}\n" + "\n".join(texts[:8]) + "\n")
+        self.write({"step": step, **figures, "samples": texts[:8]})
+        shown = [f"--- step {entry['step']}\n" + "\n".join(entry["samples"]) + "\n" for entry in self.entries if "samples" in entry]
+        elf.write_safely(f"{self.folder}/samples.txt", lambda path: Path(path).write_text("".join(shown), encoding="utf-8"))
         tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
         tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
-
-    def plot(self, path):
-        """The losses over the steps as a picture."""
-        import matplotlib
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-        entries = [json.loads(line) for line in read(self.metrics).splitlines()]
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-        for axis, name, title in zip(axes, ("mse", "ce"), ("velocity MSE (denoise)", "cross-entropy (decode)")):
-            for series, label in ((name, "training"), (f"heldout_{name}", "held out, averaged weights")):
-                axis.plot(*zip(*[(e["step"], e[series]) for e in entries if series in e]), label=label, lw=1.2)
-            axis.set(title=title, xlabel="step", yscale="log")
-            axis.legend()
-        figure.savefig(path, dpi=110)
-        plt.close(figure)
 
 
 # ------------------------------------------------------------------------------------------ the program
@@ -316,88 +354,92 @@ class Log:
 def evaluate(trainer, heldout, reference, n, steps):
     """Held-out losses and n samples of the averaged weights: (figures, texts)."""
     cfg, tokenizer = trainer.cfg, trainer.encoder.tokenizer
-    rows = generate(trainer.average.module, n, cfg.seed, 128, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
-    texts = [elf.to_text(tokenizer, row) for row in rows]
+    rows = generate(trainer.average.module, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
+    texts = [to_text(tokenizer, row) for row in rows]
     return trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts
 
 
-def run_training(trainer, heldout, folder, again):
+def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
-    cfg, log, first, began = trainer.cfg, Log(folder, trainer.step), trainer.step, time.time()
-    eval_every = cfg.eval_every or max(cfg.steps // 10, 1)
-    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256)
-    bar = tqdm(total=cfg.steps, initial=first, disable=None, unit="step")            # a bar on terminals only
-    with Interrupts() as interrupts:
-        while trainer.step < cfg.steps:
-            figures = trainer.train_step()
-            step, rate = trainer.step, (trainer.step - first) / (time.time() - began)       # steps/s
-            last, tokens_per_s = step == cfg.steps, round(rate * cfg.batch * cfg.length)
-            bar.update()
-            bar.set_postfix_str(f"loss {figures['loss']:.3f}, {tokens_per_s:,} tokens/s")
-            if step - first == 10:
-                tqdm.write(f"about {(cfg.steps - step) / rate / 60:.1f} minutes to go at this pace")
-            if step % max(cfg.steps // 50, 1) == 0 or last:
-                log.write(step=step, **figures, tokens_per_s=tokens_per_s)
-                if bar.disable:
-                    print(f"step {step}/{cfg.steps}: mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {tokens_per_s:,} tokens/s", flush=True)
-            if step % eval_every == 0 or last:
-                log.show(step, *evaluate(trainer, heldout, reference, *((256, cfg.sample_steps) if last else (32, 16))))
-            if step % eval_every == 0 or last or interrupts:
-                trainer.save(folder)
-            if interrupts and not last:
+    cfg, first, began, main = trainer.cfg, trainer.step, time.time(), trainer.rank == 0
+    eval_every, log = cfg.eval_every or max(cfg.steps // 10, 1), Log(folder, trainer.step) if main else None
+    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (tiny_config.take(heldout, range(min(len(heldout), 256))).tolist(), lambda texts: {})
+    bar = tqdm(total=cfg.steps, initial=first, disable=None if main else True, unit="step")     # a bar on terminals only
+    with interrupts() as seen:
+        for ids in batches(trainer):
+            figures = trainer.train_step(ids)
+            stop = trainer.total(len(seen)) > 0               # of any process: all end at the same step
+            step, last = trainer.step, trainer.step == cfg.steps
+            if main:
+                rate = (step - first) / (time.time() - began)       # steps/s
+                tokens_per_s = round(rate * cfg.batch * cfg.length)
+                bar.update()
+                bar.set_postfix_str(f"loss {figures['loss']:.3f}, {tokens_per_s:,} tokens/s")
+                if step - first == 10:
+                    tqdm.write(f"about {(cfg.steps - step) / rate / 60:.1f} minutes to go at this pace")
+                if step % max(cfg.steps // 50, 1) == 0 or last:
+                    log.write({"step": step, **figures, "tokens_per_s": tokens_per_s})
+                    if bar.disable:
+                        print(f"step {step}/{cfg.steps}: mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {tokens_per_s:,} tokens/s", flush=True)
+                if step % eval_every == 0 or last:
+                    log.show(step, *evaluate(trainer, heldout, reference, *((256, cfg.sample_steps) if last else (32, 16))))
+                if step % eval_every == 0 or last or stop:
+                    trainer.save(folder)
+                if keep and step % (keep * eval_every) == 0:
+                    os.makedirs(f"{folder}/step_{step}", exist_ok=True)
+                    elf.save_model(f"{folder}/step_{step}", trainer.average.module.state_dict(), cfg)
+            if stop and not last:
                 raise Stopped(f"stopped at step {step}, which is saved; to go on: {again}")
-    bar.close()
-    log.plot(f"{folder}/loss.png")
+    if main:
+        bar.close()
+        plot_losses(log.entries, f"{folder}/loss.png")
 
 
-class Interrupts(list):
-    """Collects Ctrl-C and SIGTERM, so that the step at hand ends and is saved; a second one ends the program at once."""
-
-    def __enter__(self):
-        def handle(number, frame):
-            self.append(number)
-            signal.signal(number, self.before[number])
-        self.before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.before.items():
+@contextlib.contextmanager
+def interrupts():
+    """A list that collects Ctrl-C and SIGTERM, so that the step at hand ends and is saved; a second one ends the program at once."""
+    def handle(number, frame):
+        seen.append(number)
+        signal.signal(number, before[number])
+    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def settings(argv):
-    """(options, Config of the run, its folder, the command that resumes it) from the command line."""
-    given = parse(argv, __doc__, Options(), elf.Config())
-    mine = {f.name for f in dataclasses.fields(Options)}
-    options = override(Options(), {name: value for name, value in given.items() if name in mine})
-    changes = {name: value for name, value in given.items() if name not in mine}
+def settings(options, changes):
+    """(Config of the run, its folder, the command that resumes it) from the command line."""
     if options.config not in PRESETS:
         raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
     again = shlex.join(["python", "train.py", f"--config={options.config}", f"--out_dir={folder}", "--resume"])
     if not options.resume:
-        if os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder):
+        if not options.dry_run and (os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder)):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
-        cfg = override(PRESETS[options.config], changes)
         try:
             os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
         except OSError as error:
             raise UserError(f"--out_dir={folder} cannot be made ({error.strerror})") from None
-        return options, cfg, folder, again
+        return override(PRESETS[options.config], changes), folder, again
     saved = elf.load_config(folder)
     cfg = override(saved, changes)
     for name, value in dataclasses.asdict(cfg).items():
         filled_in = value == 0 or name == "vocab" and cfg.encoder == "scratch"      # by the run, in its config.json
-        if value != getattr(saved, name) and not filled_in and name != "data":      # other data are known by their sum
+        if value != getattr(saved, name) and not filled_in and name not in ("data", "encoder"):     # these may have moved
             raise UserError(f"--{name}={value}: the run in {folder} has {getattr(saved, name)}, and --resume changes nothing")
-    return options, dataclasses.replace(saved, data=cfg.data), folder, again
+    return dataclasses.replace(saved, data=cfg.data, encoder=cfg.encoder), folder, again
 
 
 def start_folder(folder, encoder, trainer):
     """Puts a new run's folder in place, whole or not at all, unless something has come there in the meantime."""
     fresh = tempfile.mkdtemp(prefix=".new-run-", dir=os.path.dirname(os.path.abspath(folder)))
     try:
-        encoder.save(f"{fresh}/encoder")
+        if trainer.cfg.encoder == "scratch" or os.path.isdir(trainer.cfg.encoder):
+            encoder.save(f"{fresh}/encoder")
         trainer.save(fresh)
         os.chmod(fresh, 0o755)
         os.rename(fresh, folder)
@@ -407,25 +449,45 @@ def start_folder(folder, encoder, trainer):
 
 
 def main(argv):
-    options, cfg, folder, again = settings(argv)
-    device = pick_device(options.device)
-    cfg, encoder, ids, heldout = load_data(cfg, device, folder if options.resume else None)
-    if cfg.steps == 0:
-        cfg = dataclasses.replace(cfg, steps=max(round(cfg.epochs * len(ids) / cfg.batch), 1))
-    trainer = Trainer(cfg, encoder, ids, device)
+    given = parse(argv, __doc__, Options(), elf.Config())
+    options = override(Options(), {name: given.pop(name) for name in vars(Options()) if name in given})
+    rank, world, device = connect(options.device)
+    if rank == 0:                                       # the others wait until the data is tokenised and the encoder trained
+        cfg, folder, again = settings(options, given)
+        source = elf.encoder_source(folder, cfg) if options.resume else cfg.encoder
+        encoder = None if source == "scratch" else elf.load_encoder(source, device, cfg.encoder_dtype)
+        cfg, encoder, rows, heldout = load_data(cfg, device, encoder)
+        if cfg.steps == 0:
+            cfg = dataclasses.replace(cfg, steps=max(round(cfg.epochs * len(rows) / cfg.batch), 1))
+    if world > 1:
+        shared = [cfg, folder, again, elf.Encoder(encoder.model.cpu(), encoder.tokenizer)] if rank == 0 else [None] * 4
+        dist.broadcast_object_list(shared)
+        cfg, folder, again, encoder = shared
+        encoder.model.to(device)
+        if rank > 0:
+            cfg, encoder, rows, heldout = load_data(cfg, device, encoder)
+    trainer = Trainer(cfg, encoder, rows, device, options, rank, world)
     if options.resume:
         trainer.load(folder)
-    else:
+    elif rank == 0 and not options.dry_run:
         start_folder(folder, encoder, trainer)
-    print(f"{options.config}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters on {device}, "
-          f"{ids.numel():,} training tokens in {len(ids):,} rows, {cfg.batch * cfg.length:,} tokens a step, "
-          f"steps {trainer.step} to {cfg.steps}", flush=True)
+    if rank == 0:
+        print(f"{options.config}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters on {world} x {device.type}; {len(rows):,} rows of "
+              f"{cfg.length:,} tokens; {cfg.batch * cfg.length:,} tokens a step, {len(rows) * cfg.length:,} an epoch of {len(rows) / cfg.batch:,.1f} "
+              f"steps; steps {trainer.step} to {cfg.steps}", flush=True)
     try:
-        run_training(trainer, heldout, folder, again)
+        if options.dry_run:
+            ids, began = next(iter(batches(trainer))), time.time()
+            figures = trainer.train_step(ids)
+            memory = f", at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB on the GPU" if device.type == "cuda" else ""
+            print(f"one step: {figures}, {time.time() - began:.1f} s{memory}; nothing was written")
+        else:
+            run_training(trainer, heldout, folder, again, options.keep)
+            if rank == 0:
+                print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
     except Stopped as why:
         print(why, file=sys.stderr)
         raise SystemExit(1) from None
-    print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
 
 if __name__ == "__main__":
