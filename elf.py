@@ -166,7 +166,7 @@ class Attention(nn.Module):
 
     def forward(self, h, rope):                                                 # (B, N, H)
         q, k, v = rearrange(self.qkv(h), "b n (three heads d) -> three b heads n d", three=3, heads=self.heads)
-        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        q, k = rotate(self.q_norm(q.float()), rope), rotate(self.k_norm(k.float()), rope)   # float32, also under autocast
         out = F.scaled_dot_product_attention(q, k, v)                           # (B, heads, N, head_dim)
         return self.proj(rearrange(out, "b heads n d -> b n (heads d)"))
 

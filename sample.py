@@ -146,7 +146,7 @@ def connect(name):
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(days=1))        # the others wait while the first tokenises
+        dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))        # the others wait while the first tokenises
     return rank, world, device
 
 

@@ -77,10 +77,20 @@ def ar(shape, a):
     return torch.sin(0.3 * i ** 2 + a).reshape(shape).float()
 
 
+def write_released(path, state, prefix=""):
+    """A checkpoint as the released code writes it: the plain weights differ from the averaged ones."""
+    named = {prefix + name: value for name, value in state.items()}
+    torch.save({"params": {name: value + 1 for name, value in named.items()}, "ema_params1": named, "opt_state": {"mu": torch.zeros(2)},
+                "lr_scheduler": None, "step": 7, "epoch": 1, "dropout_rng": torch.zeros(2, dtype=torch.int64), "grad_accum_buffers": None}, path)
+    return path
+
+
 @pytest.fixture(scope="module")
-def golden():
-    model = ELF(GOLDEN)
-    model.load_state_dict(elf.from_released(golden_state(), "")[1])
+def golden(tmp_path_factory):
+    """The model of all golden figures, by way of a released checkpoint and the loader."""
+    path = write_released(tmp_path_factory.mktemp("released") / "checkpoint_7", golden_state())
+    model, cfg = elf.load_model(str(path), base=dataclasses.replace(GOLDEN, vocab=0, hidden=32, heads=2, depth=1, latent_dim=3, bottleneck=1, prefix=1))
+    assert cfg == GOLDEN                                            # every size comes from the shapes, the rest from base
     return model
 
 
@@ -165,6 +175,74 @@ def test_golden_loss_where_some_positions_do_not_count(golden):
     near(loss, 218.937683)
     near(mse, 275.721039)
     near(ce, 3.160889)
+
+
+# ------------------------------------------------------------------------------- released checkpoints
+
+
+def test_the_presets_have_the_papers_values():
+    common = dict(data="embedded-language-flows/openwebtext-t5", encoder="google-t5/t5-small", vocab=32100, length=1024, latent_dim=512,
+                  latent_mean=0, latent_std=0.2, bottleneck=128, prefix=4, t_mean=-1.5, t_std=0.8, noise_scale=2, t_floor=0.05, decode_share=0.2,
+                  p_mean=0.8, p_std=0.8, decode_noise_scale=5, w_min=0.5, w_max=5, batch=512, optimizer="muon", lr=0.002, clip=1, ema=0.9999)
+    sizes = {"owt_b": (768, 12, 12, 5), "owt_m": (1056, 24, 16, 4), "owt_l": (1280, 32, 16, 3)}
+    assert Config() == elf.PRESETS["owt_b"]
+    for name, (hidden, depth, heads, epochs) in sizes.items():
+        cfg = elf.PRESETS[name]
+        want = common | dict(hidden=hidden, depth=depth, heads=heads, epochs=epochs)
+        assert {key: getattr(cfg, key) for key in want} == want
+        assert cfg.warmup * cfg.epochs == pytest.approx(0.5)        # half an epoch
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_released_weights_load_from_a_folder_under_any_prefix(tmp_path, golden, capsys, prefix):
+    for step in (9, 90, 11):                                        # the last one by number, not by letter
+        state = golden_state() if step == 90 else {name: value * 0 for name, value in golden_state().items()}
+        write_released(tmp_path / f"checkpoint_{step}", state, prefix)
+    (tmp_path / "checkpoint_old").touch()
+    model, cfg = elf.load_model(str(tmp_path), base=GOLDEN)
+    assert_same(dict(model.state_dict()), dict(golden.state_dict()))
+    assert not model.training and "checkpoint_90" in capsys.readouterr().out
+
+
+def test_a_hub_id_is_downloaded_and_has_its_own_preset(tmp_path, golden, monkeypatch, capsys):
+    import huggingface_hub
+    write_released(tmp_path / "checkpoint_5", golden_state())
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda source, **how: asked.append(source) or str(tmp_path))
+    model, cfg = elf.load_model("embedded-language-flows/ELF-L-owt-torch")
+    assert asked == ["embedded-language-flows/ELF-L-owt-torch"] and cfg.hidden == 24 and cfg.epochs == elf.PRESETS["owt_l"].epochs
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("length 1024", "latent_std 0.2", "'hidden': 24"))
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda s: s.pop("blocks.1.mlp.w3.bias"), ["Missing", "blocks.1.mlp.w3.bias"]), (lambda s: s.pop("proj_kernel"), ["proj_kernel"]),
+    (lambda s: s.update(extra=torch.zeros(2)), ["Unexpected", "extra"]),
+    (lambda s: s.update({"norm.weight": s.pop("blocks.0.norm1.weight")}), ["blocks.0.norm1.weight", "norm.weight"]),
+    (lambda s: s.update({"blocks.0.attn.qkv.weight": torch.zeros(72, 23)}), ["blocks.0.attn.qkv.weight", "72, 23", "72, 24"]),
+    (lambda s: s.update(proj_kernel=s["proj_kernel"].T.contiguous()), ["size mismatch"])])
+def test_released_weights_that_do_not_fit_are_listed(tmp_path, capsys, change, words):
+    state = golden_state()
+    change(state)
+    write_released(tmp_path / "checkpoint_1", state)
+    line = refused(capsys, sample, f"--model={tmp_path}")
+    assert all(word in line for word in words), line
+
+
+def test_what_is_no_released_checkpoint_is_refused(tmp_path, capsys):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "exploded"),)
+    path = tmp_path / "checkpoint_1"
+    torch.save({"ema_params1": golden_state(), "bomb": Bomb()}, path)
+    assert "more than plain weights" in refused(capsys, sample, f"--model={path}") and not (tmp_path / "exploded").exists()
+    torch.save({"params": golden_state()}, path)
+    assert "ema_params1" in refused(capsys, sample, f"--model={path}")
+    for content in (b"", b"nonsense", write_released(path, golden_state()).read_bytes()[:5000]):
+        path.write_bytes(content)
+        assert "checkpoint_1" in refused(capsys, sample, f"--model={path}")
+    line = refused(capsys, sample, "--model=embedded-language-flows/ELF-B-owt-torch")     # no network
+    assert "hf download embedded-language-flows/ELF-B-owt-torch" in line and "--model=FOLDER" in line
 
 
 # ------------------------------------------------------------------------------- the samplers' mathematics
@@ -581,11 +659,11 @@ def assert_same(a, b):
         assert a == b
 
 
-def trainer_of(folder, **how):
-    """A Trainer for the run in a folder, at its first step."""
-    cfg = elf.load_config(folder)
+def trainer_of(folder, options=train.Options(), **changes):
+    """A Trainer for the run in a folder, at its first step, on other stories."""
+    cfg = dataclasses.replace(elf.load_config(folder), **changes)
     encoder = elf.load_encoder(f"{folder}/encoder")
-    return train.Trainer(cfg, encoder, tiny_config.story_rows(encoder.tokenizer, cfg.length)[0], torch.device("cpu"), **how)
+    return train.Trainer(cfg, encoder, tiny_config.story_rows(encoder.tokenizer, cfg.length)[1], torch.device("cpu"), options)
 
 
 def refused(capsys, program, *argv):
@@ -734,6 +812,191 @@ def test_a_kill_during_a_checkpoint_write_leaves_the_previous_one(run_folder, tm
         trainer.save(folder)
     assert_same(weights_of(folder), before)
     assert elf.load_model(folder)
+
+
+# ------------------------------------------------------------------------------- parts of a batch, processes, precision
+
+
+def concatenated(parts):
+    return elf.Draws(*(torch.cat(values) for values in zip(*parts)))
+
+
+def test_parts_of_a_batch_add_up_to_the_batch(golden):
+    """Losses and gradients, with the number of counted positions in the whole batch, which differs from part to part."""
+    parts = [random_batch(4, seed) for seed in range(3)]
+    whole = [torch.cat(values) for values in list(zip(*parts))[:3]] + [concatenated([part[3] for part in parts])]
+    n = whole[2].sum()
+    loss = sum(elf.flow_loss(golden, *part, n)[0] for part in parts)
+    want = elf.flow_loss(golden, *whole)[0]
+    torch.testing.assert_close(loss, want)
+    got, expected = gradients(golden, loss), gradients(golden, want)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5 * expected[name].abs().max().item())
+
+
+def close(a, b, tolerance=1e-4):
+    """Checkpoints that are equal but for rounding."""
+    if isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    elif isinstance(a, (dict, list)):
+        assert len(a) == len(b)
+        for i in a if isinstance(a, dict) else range(len(a)):
+            close(a[i], b[i], tolerance)
+    else:
+        assert a == b
+
+
+def test_four_micro_batches_equal_one_batch(run_folder, monkeypatch):
+    """5 steps with the same draws: weights, momenta and averages."""
+    options = [train.Options(micro_batch=4), train.Options()]
+    (four, one), draw = (trainer_of(run_folder, options=o, batch=16) for o in options), elf.draw
+    for step in range(5):
+        draws = [draw(four.cfg, 4, seeded(9, step, i)) for i in range(4)]
+        ids = train.Batches(four.rows, four.cfg, 0, 1)[step]
+        for trainer, handed in ((four, iter(draws)), (one, iter([concatenated(draws)]))):
+            monkeypatch.setattr(elf, "draw", lambda *args: next(handed))
+            trainer.train_step(ids)
+    close({**four.state(), "micro": 0}, {**one.state(), "micro": 0})
+
+
+@pytest.fixture(scope="module")
+def padded_data(tmp_path_factory, run_folder):
+    """Arguments for training on ready-made rows of 5 to 25 tokens, the shorter ones to be padded."""
+    import datasets
+    texts = [text.split()[:5 + i % 18] for i, text in enumerate(tiny_config.training_stories()[:200])]
+    tokenizer = elf.load_tokenizer(f"{run_folder}/encoder")
+    folder = tmp_path_factory.mktemp("rows")
+    datasets.Dataset.from_dict({"input_ids": [tokenizer.convert_tokens_to_ids(text) for text in texts]}).save_to_disk(folder)
+    return ["--config=tiny", f"--data={folder}", f"--encoder={run_folder}/encoder", *SMALL, "--steps=10", "--eval_every=5"]
+
+
+def torchrun(code, *argv, timeout=120):
+    """Runs train.main on two processes, after some code of the test's; returns the exit code."""
+    script = f"import os, signal, sys, torch, train\n{code}\nsample = __import__('sample'); sample.run(train.main, sys.argv[1:])"
+    Path("script.py").write_text(script)
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "script.py", *argv],
+                          env=os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}, timeout=timeout).returncode
+
+
+KILLED = """
+whole = train.Trainer.train_step
+def step(self, ids):
+    if self.step == 7 and self.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(self, ids)
+train.Trainer.train_step = step
+"""
+
+
+def test_two_processes_equal_one_and_survive_the_death_of_one(padded_data, tmp_path, capsys):
+    two, one, killed, alone = (tmp_path / name for name in ("two", "one", "killed", "alone"))
+    assert torchrun("", *padded_data, f"--out_dir={two}") == 0
+    train.main([*padded_data, f"--out_dir={one}", "--micro_batch=4"])
+    close(weights_of(two), weights_of(one))                         # weights, momenta of the gradients, average
+    figures = [[json.loads(line) for line in open(folder / "metrics.jsonl")] for folder in (two, one)]
+    for a, b in zip(*figures, strict=True):
+        for name in {"loss", "mse", "ce", "grad_norm"} & a.keys():
+            assert a[name] == pytest.approx(b[name], rel=1e-3)
+
+    assert torchrun(KILLED, *padded_data, f"--out_dir={killed}", timeout=60) != 0
+    assert weights_of(killed)["step"] == 5 and elf.load_model(str(killed))
+    shutil.copytree(killed, alone)
+    assert torchrun("", "--config=tiny", f"--out_dir={killed}", "--resume", "--device=cpu") == 0
+    assert_same(weights_of(killed), weights_of(two))
+    capsys.readouterr()
+    train.main(["--config=tiny", f"--out_dir={alone}", "--resume", "--device=cpu"])
+    assert "--micro_batch=4" in capsys.readouterr().out             # one process works too, and says what differs
+    assert weights_of(alone)["step"] == 10
+
+
+def test_an_interrupt_of_two_processes_saves(padded_data, tmp_path):
+    code = "step = train.Trainer.train_step\ntrain.Trainer.train_step = lambda self, ids: (self.step == 3 and self.rank == 1 and " \
+           "signal.raise_signal(signal.SIGTERM), step(self, ids))[1]"
+    assert torchrun(code, *padded_data, f"--out_dir={tmp_path}/run") != 0
+    assert weights_of(tmp_path / "run")["step"] == 4
+
+
+def test_a_batch_that_cannot_be_shared_out_evenly_is_refused(run_folder, capsys, few_stories, tmp_path):
+    for argv in (["--micro_batch=3"], ["--micro_batch=2"], ["--micro_batch=16"]):
+        assert "micro_batch" in refused(capsys, train, "--config=tiny", f"--out_dir={tmp_path}/new", *SMALL, *argv)
+    assert not (tmp_path / "new").exists()
+
+
+def test_dry_run_makes_one_step_and_writes_nothing(few_stories, capsys):
+    train.main(["--config=tiny", *SMALL, "--dry_run"])
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("parameters", "200 tokens a step", "7,500 an epoch of 37.5 steps", "steps 0 to 40", "'mse'"))
+    assert not list(Path().rglob("*.safetensors")) and not list(Path().rglob("*.pt"))
+
+
+def test_snapshots_are_kept_and_load(few_stories, tmp_path):
+    train.main(["--config=tiny", f"--out_dir={tmp_path}/run", *SMALL, "--eval_every=10", "--keep=2"])
+    assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_20", "step_40"]
+    sample.main([f"--model={tmp_path}/run/step_20", "--n=1"])
+    (last, _), (whole, _), (early, _) = (elf.load_model(f"{tmp_path}/run{name}") for name in ("/step_40", "", "/step_20"))
+    assert torch.equal(last.proj.weight, whole.proj.weight) and not torch.equal(early.proj.weight, whole.proj.weight)
+
+
+def test_training_starts_from_given_weights(run_folder, tmp_path, capsys):
+    model, cfg = elf.load_model(str(run_folder))
+    state = {name: value for name, value in model.state_dict().items() if not name.startswith(("proj.", "unembed."))}
+    for name in ("proj", "unembed"):
+        state |= {f"{name}_kernel": getattr(model, name).weight.T, f"{name}_bias": getattr(model, name).bias}
+    released = write_released(tmp_path / "checkpoint_3", state)
+    for source in (run_folder, released):
+        trainer = trainer_of(run_folder, options=train.Options(init=str(source)))
+        assert_same(dict(trainer.model.state_dict()), dict(model.state_dict()))
+        assert_same(dict(trainer.average.module.state_dict()), dict(model.state_dict()))
+    for change, word in (({"depth": 2}, "blocks.1"), ({"latent_std": 3.0}, "latent_std")):
+        with pytest.raises(elf.UserError, match=word):
+            trainer_of(run_folder, options=train.Options(init=str(run_folder)), **change)
+
+
+def test_adamw_trains_all_weights(run_folder):
+    trainer = trainer_of(run_folder, optimizer="adamw")
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    first = [trainer.train_step(train.Batches(trainer.rows, trainer.cfg, 0, 1)[i])["ce"] for i in range(10)]
+    assert first[-1] < first[0] and not any(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
+
+
+def test_recomputed_activations_change_nothing(run_folder):
+    plain, saving = (trainer_of(run_folder, options=train.Options(checkpoint_activations=on)) for on in (False, True))
+    for trainer in (plain, saving):
+        trainer.train_step(train.Batches(trainer.rows, trainer.cfg, 0, 1)[0])
+    assert_same(plain.state(), saving.state())
+
+
+def test_bfloat16_is_for_the_blocks_alone(run_folder):
+    """Inside the blocks bfloat16; the embeddings, the residual stream, both heads and so the loss in float32."""
+    trainer = trainer_of(run_folder, options=train.Options(dtype="bfloat16"))
+    model, seen = trainer.model, {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output}))
+    ids = train.Batches(trainer.rows, trainer.cfg, 0, 1)[0]
+    low = trainer.train_step(ids)
+    dtypes = {name: output.dtype for name, output in seen.items() if isinstance(output, torch.Tensor)}
+    assert {dtypes[name] for name in ("blocks.0.attn.qkv", "blocks.0.mlp.w12", "blocks.0.mlp.w3")} == {torch.bfloat16}
+    for name in ("t_embedder", "self_cond_cfg_embedder", "text_proj", "blocks.0", "blocks.0.norm1", "final_layer", "unembed"):
+        assert dtypes[name] == torch.float32, name
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    high = trainer_of(run_folder).train_step(ids)
+    assert low["loss"] == pytest.approx(high["loss"], rel=0.02) and low["loss"] != high["loss"]
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_losses_and_checkpoints(run_folder, tmp_path):
+    eager, compiled = (trainer_of(run_folder, options=train.Options(compile=on)) for on in (False, True))
+    for step in range(10):
+        ids = train.Batches(eager.rows, eager.cfg, 0, 1)[step]
+        assert compiled.train_step(ids)["loss"] == pytest.approx(eager.train_step(ids)["loss"], rel=1e-4)
+    close(compiled.state(), eager.state(), 1e-3)
+    for name, writer, reader in (("a", compiled, eager), ("b", eager, compiled)):
+        (tmp_path / name).mkdir()
+        writer.save(tmp_path / name)
+        reader.load(tmp_path / name)
+        assert_same(dict(reader.model.state_dict()), dict(writer.model.state_dict()))
+        assert elf.load_model(str(tmp_path / name))
+    sample.main([f"--model={run_folder}", "--n=1", "--compile"])
 
 
 # ------------------------------------------------------------------------------- bad input
