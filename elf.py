@@ -10,8 +10,6 @@ Shapes:  B examples (sequences) of a batch, L positions of a sequence, D latent 
 of the network, V vocabulary size; inside the network N = 3 prefix + L tokens, control tokens in front.
 Symbols: x clean latents, z noisy ones, x_hat the network's guess of x, x_prev its previous guess, v velocity,
 eps noise, w guidance scale of self-conditioning.
-Where to find: the path `corrupt`, x -> v `velocity`, the loss `flow_loss`, guidance `guidance_target`, the ODE and
-SDE steps `trajectory`, the switch between the modes `ELF.trunk`. Loading and saving come last.
 """
 import dataclasses
 import json
@@ -44,15 +42,13 @@ def key(default, meaning, **limits):
 
 def check(settings):
     """Raises UserError where a setting is not of its type or not within its limits."""
-    rules = (("least", operator.ge, "must be at least"), ("above", operator.gt, "must be above"), ("below", operator.lt, "must be below"),
-             ("choices", lambda value, choices: value in choices, "takes one of"))
     for f in dataclasses.fields(settings):
-        value = getattr(settings, f.name)
+        value, limits = getattr(settings, f.name), f.metadata
         if type(value) not in ((int, float) if f.type is float else (f.type,)):
             raise UserError(f"{f.name}={value}: must be of type {f.type.__name__}")
-        for limit, ok, rule in rules:
-            if limit in f.metadata and not ok(value, f.metadata[limit]):
-                raise UserError(f"{f.name}={value}: {rule} {f.metadata[limit]}")
+        for limit, holds in (("least", operator.ge), ("above", operator.gt), ("below", operator.lt), ("choices", lambda a, b: a in b)):
+            if limit in limits and not holds(value, limits[limit]):
+                raise UserError(f"{f.name}={value}: must be {limit.replace('choices', 'one of')} {limits[limit]}")
 
 
 @dataclass(frozen=True)
@@ -447,9 +443,8 @@ def decode_ids(model, z, w=1.0):
     return model.decode(z, torch.full_like(z[:, 0, 0], w)).argmax(-1)
 
 
-# ==========================================================================================================
+# ------------------------------------------------------------------------------------------ loading and saving
 # The method ends here. What follows brings models and encoders from disk and puts them there.
-# ==========================================================================================================
 
 
 def one_line(error, limit=300):
@@ -500,8 +495,8 @@ def load_model(source, device="cpu", base=None):
     else:
         sizes, state = from_released(read_weights(path), path)
         cfg = dataclasses.replace(base or PRESETS[RELEASED.get(os.path.basename(source), "owt_b")], **sizes)
-        print(f"{path}: {sizes}. The file doesn't tell these, so they are the preset's (--config): length {cfg.length}, latent_mean "
-              f"{cfg.latent_mean}, latent_std {cfg.latent_std}, noise_scale {cfg.noise_scale}, decode_noise_scale {cfg.decode_noise_scale}")
+        untold = {name: getattr(cfg, name) for name in ("length", "latent_mean", "latent_std", "noise_scale", "decode_noise_scale")}
+        print(f"{path}: {sizes}; the rest is the preset's (--config), such as {untold}")
     with torch.device("meta"):
         model = ELF(cfg)
     try:
@@ -518,18 +513,21 @@ def find_weights(source):
     """The file that load_model reads for a source; what is on the Hub is downloaded first."""
     if not os.path.exists(source) and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         from huggingface_hub import snapshot_download
-        try:
-            source = snapshot_download(source, allow_patterns=["checkpoint_*", "config.json", "model.safetensors", "encoder/*"])
-        except Exception as error:
-            raise UserError(unreachable(source, "--model", error)) from None
+        wanted = ["checkpoint_*", "config.json", "model.safetensors", "encoder/*"]
+        source = loaded("--model", source, lambda: snapshot_download(source, allow_patterns=wanted))
     steps = [int(path.name[11:]) for path in Path(source).glob("checkpoint_*") if path.name[11:].isdecimal()]
     return Path(source) if os.path.isfile(source) else Path(source, f"checkpoint_{max(steps)}" if steps else "model.safetensors")
 
 
-def unreachable(source, option, error, kind=""):
-    """What to say where neither a path nor a Hub id leads to something."""
-    return (f"{option}={source}: no such folder, nor to be had from the Hub ({one_line(error, 120)}). Without a network, download it where there "
-            f"is one, `hf download {kind}{source} --local-dir FOLDER`, and give {option}=FOLDER")
+def loaded(option, source, load, kind=""):
+    """load() of what lies at a path or on the Hub, failing in one line whatever the library raises."""
+    try:
+        return load()
+    except Exception as error:
+        if os.path.exists(source):
+            raise UserError(f"{option}={source}: cannot be loaded ({one_line(error.__cause__ or error)})") from None
+        raise UserError(f"{option}={source}: no such path, nor to be had from the Hub ({one_line(error, 120)}). Download it where there is a "
+                        f"network, `hf download {kind}{source} --local-dir FOLDER`, and give {option}=FOLDER") from None
 
 
 def read_weights(path):
@@ -540,10 +538,8 @@ def read_weights(path):
         if path.suffix == ".safetensors":
             return load_file(path)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["ema_params1"]
-    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: missing, cut off, or more than plain weights ({one_line(error)})") from None
-    except (KeyError, TypeError):
-        raise UserError(f"{path}: not a checkpoint of the released code (it holds no ema_params1)") from None
+    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: missing, cut off, more than plain weights, or without ema_params1 ({one_line(error)})") from None
 
 
 def from_released(state, path):
@@ -584,23 +580,11 @@ class Encoder:
         self.tokenizer.save_pretrained(folder)
 
 
-def pretrained(auto, source, **how):
-    """auto.from_pretrained(source) for a folder or a Hub id, failing in one line whatever the library raises."""
-    from transformers.utils.logging import disable_progress_bar
-    disable_progress_bar()
-    try:
-        return auto.from_pretrained(source, **how)
-    except Exception as error:
-        if os.path.isdir(source):
-            raise UserError(f"{source}: no {auto.__name__.removeprefix('Auto')} in it, or a damaged one ({one_line(error)})") from None
-        raise UserError(unreachable(source, "--encoder", error)) from None
-
-
 def encoder_source(folder, cfg):
     """Where a model's encoder is: in the folder that train.py wrote, or above it (snapshots), or else where cfg says."""
-    for place in (f"{folder}/encoder", f"{os.path.dirname(os.path.abspath(folder))}/encoder"):
-        if os.path.isdir(place):
-            return place
+    for place in (folder, os.path.dirname(os.path.abspath(folder))):
+        if os.path.isdir(f"{place}/encoder"):
+            return f"{place}/encoder"
     if cfg.encoder == "scratch":
         raise UserError(f"{folder}/encoder is missing: put it back, or train again")
     return cfg.encoder
@@ -609,16 +593,18 @@ def encoder_source(folder, cfg):
 def load_tokenizer(source):
     """The tokenizer of a folder or a Hub id. Where it has no end-of-sequence token, its separator ends a text."""
     from transformers import AutoTokenizer
-    tokenizer = pretrained(AutoTokenizer, source)
+    tokenizer = loaded("--encoder", source, lambda: AutoTokenizer.from_pretrained(source))
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
     if tokenizer.eos_token is None or tokenizer.pad_token is None:
-        raise UserError(f"{source}: its tokenizer lacks a token for the end of a text or for padding, so it is of no use here")
+        raise UserError(f"--encoder={source}: its tokenizer has no token for the end of a text, or none for padding; take another encoder")
     return tokenizer
 
 
 def load_encoder(source, device="cpu", dtype="float32"):
     """The frozen encoder of a folder or a Hub id, with its tokenizer: the encoder of a T5, or a BERT-like model."""
     from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoModelForTextEncoding
-    part = type(pretrained(AutoConfig, source)) in MODEL_FOR_TEXT_ENCODING_MAPPING      # of a T5 the encoder alone
-    model = pretrained(AutoModelForTextEncoding if part else AutoModel, source, dtype=getattr(torch, dtype))
-    return Encoder(model.to(device), load_tokenizer(source))
+
+    def load():
+        known = type(AutoConfig.from_pretrained(source)) in MODEL_FOR_TEXT_ENCODING_MAPPING     # of a T5 the encoder alone
+        return (AutoModelForTextEncoding if known else AutoModel).from_pretrained(source, dtype=getattr(torch, dtype))
+    return Encoder(loaded("--encoder", source, load).to(device), load_tokenizer(source))

@@ -212,7 +212,7 @@ def test_a_hub_id_is_downloaded_and_has_its_own_preset(tmp_path, golden, monkeyp
     model, cfg = elf.load_model("embedded-language-flows/ELF-L-owt-torch")
     assert asked == ["embedded-language-flows/ELF-L-owt-torch"] and cfg.hidden == 24 and cfg.epochs == elf.PRESETS["owt_l"].epochs
     said = capsys.readouterr().out
-    assert all(word in said for word in ("length 1024", "latent_std 0.2", "'hidden': 24"))
+    assert all(word in said for word in ("'length': 1024", "'latent_std': 0.2", "'hidden': 24"))
 
 
 @pytest.mark.parametrize("change, words", [
@@ -666,6 +666,10 @@ def trainer_of(folder, options=train.Options(), **changes):
     return train.Trainer(cfg, encoder, tiny_config.story_rows(encoder.tokenizer, cfg.length)[1], torch.device("cpu"), options)
 
 
+def batch_of(trainer, step):
+    return next(iter(train.batches(trainer.rows, trainer.cfg, step)))
+
+
 def refused(capsys, program, *argv):
     """Runs a program that must refuse its input: exit code 2 and one line, which is returned."""
     with pytest.raises(SystemExit) as stop:
@@ -777,8 +781,8 @@ def test_interrupts_save_and_say_how_to_go_on(run_folder, tmp_path, few_stories,
         patch.setattr(train.Trainer, "train_step", step)
         with pytest.raises(SystemExit) as stop:
             train.main(["--config=tiny", f"--out_dir={folder}", *SMALL])
-    assert stop.value.code == 1 and weights_of(folder)["step"] == 7
-    message = capsys.readouterr().err
+    message = str(stop.value.code)                                  # which Python prints, and leaves with 1
+    assert weights_of(folder)["step"] == 7
     assert "step 7" in message and f"--out_dir={folder} --resume" in message
     train.main(["--config=tiny", f"--out_dir={folder}", "--resume"])
     assert_same(weights_of(folder), weights_of(run_folder))
@@ -793,7 +797,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(tmp_pa
     monkeypatch.setattr(train.Trainer, "loss", loss)
     with pytest.raises(SystemExit) as stop:
         train.main(["--config=tiny", f"--out_dir={folder}", *SMALL])
-    assert stop.value.code == 1 and "step 20" in capsys.readouterr().err
+    assert "step 20" in stop.value.code
     assert weights_of(folder)["step"] == 0 and elf.load_model(folder)
 
 
@@ -852,7 +856,7 @@ def test_four_micro_batches_equal_one_batch(run_folder, monkeypatch):
     (four, one), draw = (trainer_of(run_folder, options=o, batch=16) for o in options), elf.draw
     for step in range(5):
         draws = [draw(four.cfg, 4, seeded(9, step, i)) for i in range(4)]
-        ids = train.Batches(four.rows, four.cfg, 0, 1)[step]
+        ids = batch_of(four, step)
         for trainer, handed in ((four, iter(draws)), (one, iter([concatenated(draws)]))):
             monkeypatch.setattr(elf, "draw", lambda *args: next(handed))
             trainer.train_step(ids)
@@ -955,14 +959,14 @@ def test_training_starts_from_given_weights(run_folder, tmp_path, capsys):
 def test_adamw_trains_all_weights(run_folder):
     trainer = trainer_of(run_folder, optimizer="adamw")
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    first = [trainer.train_step(train.Batches(trainer.rows, trainer.cfg, 0, 1)[i])["ce"] for i in range(10)]
+    first = [trainer.train_step(batch_of(trainer, i))["ce"] for i in range(10)]
     assert first[-1] < first[0] and not any(torch.equal(before[name], value) for name, value in trainer.model.state_dict().items())
 
 
 def test_recomputed_activations_change_nothing(run_folder):
     plain, saving = (trainer_of(run_folder, options=train.Options(checkpoint_activations=on)) for on in (False, True))
     for trainer in (plain, saving):
-        trainer.train_step(train.Batches(trainer.rows, trainer.cfg, 0, 1)[0])
+        trainer.train_step(batch_of(trainer, 0))
     assert_same(plain.state(), saving.state())
 
 
@@ -972,22 +976,23 @@ def test_bfloat16_is_for_the_blocks_alone(run_folder):
     model, seen = trainer.model, {}
     for name, module in model.named_modules():
         module.register_forward_hook(lambda module, inputs, output, name=name: seen.update({name: output}))
-    ids = train.Batches(trainer.rows, trainer.cfg, 0, 1)[0]
-    low = trainer.train_step(ids)
+    ids = batch_of(trainer, 0)
+    low = [trainer.train_step(ids)["loss"] for _ in range(5)]
     dtypes = {name: output.dtype for name, output in seen.items() if isinstance(output, torch.Tensor)}
     assert {dtypes[name] for name in ("blocks.0.attn.qkv", "blocks.0.mlp.w12", "blocks.0.mlp.w3")} == {torch.bfloat16}
     for name in ("t_embedder", "self_cond_cfg_embedder", "text_proj", "blocks.0", "blocks.0.norm1", "final_layer", "unembed"):
         assert dtypes[name] == torch.float32, name
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    high = trainer_of(run_folder).train_step(ids)
-    assert low["loss"] == pytest.approx(high["loss"], rel=0.02) and low["loss"] != high["loss"]
+    plain = trainer_of(run_folder)
+    high = [plain.train_step(ids)["loss"] for _ in range(5)]
+    assert low == pytest.approx(high, rel=0.02) and low != high
 
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses_and_checkpoints(run_folder, tmp_path):
     eager, compiled = (trainer_of(run_folder, options=train.Options(compile=on)) for on in (False, True))
     for step in range(10):
-        ids = train.Batches(eager.rows, eager.cfg, 0, 1)[step]
+        ids = batch_of(eager, step)
         assert compiled.train_step(ids)["loss"] == pytest.approx(eager.train_step(ids)["loss"], rel=1e-4)
     close(compiled.state(), eager.state(), 1e-3)
     for name, writer, reader in (("a", compiled, eager), ("b", eager, compiled)):

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from elf import Config, UserError, one_line, unreachable, write_safely
+from elf import Config, UserError, loaded, one_line, write_safely
 
 PRESETS = {
     "tiny": Config(
@@ -208,13 +208,8 @@ def open_data(source):
         if not (found := [piece for file in files for piece in pieces(file)]):
             raise UserError(f"--data={source}: empty")
         return datasets.Dataset.from_list(found)
-    try:
-        data = datasets.load_dataset(*kinds, data_files=files) if files else open_folder(source)
-    except Exception as error:
-        reason = one_line(error.__cause__ or error)
-        if files or os.path.exists(source):
-            raise UserError(f"--data={source}: cannot be read as {' '.join(kinds) or 'a data set'} ({reason})") from None
-        raise UserError(unreachable(source, "--data", reason, "--repo-type dataset ")) from None
+    data = loaded("--data", files[0] if files else source,
+                  lambda: datasets.load_dataset(*kinds, data_files=files) if files else open_folder(source), "--repo-type dataset ")
     if isinstance(data, dict):
         if "train" not in data and len(data) > 1:
             raise UserError(f"--data={source}: has the parts {', '.join(data)}, but none called train")

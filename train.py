@@ -8,6 +8,7 @@ Everything a run writes lies in out/NAME/; python sample.py --model=out/NAME mak
 """
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -15,14 +16,12 @@ import os
 import pickle
 import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import zipfile
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -86,7 +85,7 @@ def load_data(cfg, device, encoder=None):
     return tiny_config.fit(cfg, encoder, train), encoder, train, heldout
 
 
-@lru_cache(2)
+@functools.lru_cache(2)
 def shuffled(n, epoch, seed):
     return torch.randperm(n, generator=seeded(seed, 2, epoch))
 
@@ -97,21 +96,10 @@ def batch_rows(step, batch, n, seed):
     return torch.stack([shuffled(n, place // n, seed)[place % n] for place in places])
 
 
-class Batches(torch.utils.data.Dataset):
-    """Item i: what a process gets of the batch of step i, as token ids (B / processes, L)."""
-
-    def __init__(self, rows, cfg, rank, world):
-        self.rows, self.cfg, self.rank, self.world = rows, cfg, rank, world
-
-    def __getitem__(self, step):
-        rows = batch_rows(step, self.cfg.batch, len(self.rows), self.cfg.seed)
-        return tiny_config.take(self.rows, rows.chunk(self.world)[self.rank])
-
-
-def batches(trainer):
-    """The trainer's batches from its step on; for a GPU they are read ahead by other processes, into pinned memory."""
-    rows, gpu = Batches(trainer.rows, trainer.cfg, trainer.rank, trainer.world), trainer.device.type == "cuda"
-    return torch.utils.data.DataLoader(rows, batch_size=None, sampler=range(trainer.step, trainer.cfg.steps),
+def batches(rows, cfg, first, rank=0, world=1, gpu=False):
+    """From step `first` on, what a process gets of each batch: token ids (B / processes, L). For a GPU they are read ahead."""
+    numbers = (batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank].tolist() for step in range(first, cfg.steps))
+    return torch.utils.data.DataLoader(range(len(rows)), batch_sampler=numbers, collate_fn=functools.partial(tiny_config.take, rows),
                                        num_workers=2 * gpu, pin_memory=gpu)
 
 
@@ -283,8 +271,8 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip).item()
         loss, mse, ce = self.total(sums).tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):      # before it reaches the weights
-            raise Stopped(f"step {self.step + 1} has loss {loss} and gradient norm {norm}: not finite. "
-                          "The last good checkpoint is kept; start anew with a smaller --lr and another --out_dir")
+            raise SystemExit(f"step {self.step + 1} has loss {loss} and gradient norm {norm}: not finite. "
+                             "The last good checkpoint is kept; start anew with a smaller --lr and another --out_dir")
         for optimizer, lr in self.optimizers:
             optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
             optimizer.step()
@@ -310,10 +298,6 @@ class Trainer:
                 losses.append(self.loss(self.average.module, part, draws))
         _, mse, ce = torch.tensor(losses).mean(0).tolist()
         return {"heldout_mse": mse, "heldout_ce": ce}
-
-
-class Stopped(Exception):
-    """The run ends before its last step; the programme says why and leaves with 1."""
 
 
 def fingerprint(rows):
@@ -366,7 +350,7 @@ def run_training(trainer, heldout, folder, again, keep):
     reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (tiny_config.take(heldout, range(min(len(heldout), 256))).tolist(), lambda texts: {})
     bar = tqdm(total=cfg.steps, initial=first, disable=None if main else True, unit="step")     # a bar on terminals only
     with interrupts() as seen:
-        for ids in batches(trainer):
+        for ids in batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda"):
             figures = trainer.train_step(ids)
             stop = trainer.total(len(seen)) > 0               # of any process: all end at the same step
             step, last = trainer.step, trainer.step == cfg.steps
@@ -389,7 +373,7 @@ def run_training(trainer, heldout, folder, again, keep):
                     os.makedirs(f"{folder}/step_{step}", exist_ok=True)
                     elf.save_model(f"{folder}/step_{step}", trainer.average.module.state_dict(), cfg)
             if stop and not last:
-                raise Stopped(f"stopped at step {step}, which is saved; to go on: {again}")
+                raise SystemExit(f"stopped at step {step}, which is saved; to go on: {again}")
     if main:
         bar.close()
         plot_losses(log.entries, f"{folder}/loss.png")
@@ -401,14 +385,12 @@ def interrupts():
     def handle(number, frame):
         seen.append(number)
         signal.signal(number, before[number])
-    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    seen, before = [], {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, handle)
+    yield seen
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def settings(options, changes):
@@ -434,17 +416,16 @@ def settings(options, changes):
     return dataclasses.replace(saved, data=cfg.data, encoder=cfg.encoder), folder, again
 
 
-def start_folder(folder, encoder, trainer):
+def start_folder(folder, trainer):
     """Puts a new run's folder in place, whole or not at all, unless something has come there in the meantime."""
-    fresh = tempfile.mkdtemp(prefix=".new-run-", dir=os.path.dirname(os.path.abspath(folder)))
     try:
-        if trainer.cfg.encoder == "scratch" or os.path.isdir(trainer.cfg.encoder):
-            encoder.save(f"{fresh}/encoder")
-        trainer.save(fresh)
-        os.chmod(fresh, 0o755)
-        os.rename(fresh, folder)
+        with tempfile.TemporaryDirectory(prefix=".new-run-", dir=os.path.dirname(os.path.abspath(folder))) as fresh:
+            os.mkdir(f"{fresh}/run")
+            if trainer.cfg.encoder == "scratch" or os.path.isdir(trainer.cfg.encoder):
+                trainer.encoder.save(f"{fresh}/run/encoder")
+            trainer.save(f"{fresh}/run")
+            os.rename(f"{fresh}/run", folder)
     except OSError as error:
-        shutil.rmtree(fresh)
         raise UserError(f"{folder} cannot be written ({elf.one_line(error)}); choose another --out_dir") from None
 
 
@@ -470,24 +451,20 @@ def main(argv):
     if options.resume:
         trainer.load(folder)
     elif rank == 0 and not options.dry_run:
-        start_folder(folder, encoder, trainer)
+        start_folder(folder, trainer)
     if rank == 0:
         print(f"{options.config}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters on {world} x {device.type}; {len(rows):,} rows of "
               f"{cfg.length:,} tokens; {cfg.batch * cfg.length:,} tokens a step, {len(rows) * cfg.length:,} an epoch of {len(rows) / cfg.batch:,.1f} "
               f"steps; steps {trainer.step} to {cfg.steps}", flush=True)
-    try:
-        if options.dry_run:
-            ids, began = next(iter(batches(trainer))), time.time()
-            figures = trainer.train_step(ids)
-            memory = f", at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB on the GPU" if device.type == "cuda" else ""
-            print(f"one step: {figures}, {time.time() - began:.1f} s{memory}; nothing was written")
-        else:
-            run_training(trainer, heldout, folder, again, options.keep)
-            if rank == 0:
-                print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
-    except Stopped as why:
-        print(why, file=sys.stderr)
-        raise SystemExit(1) from None
+    if options.dry_run:
+        ids, began = next(iter(batches(rows, cfg, 0, rank, world))), time.time()
+        figures = trainer.train_step(ids)
+        memory = f", at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB on the GPU" if device.type == "cuda" else ""
+        print(f"one step: {figures}, {time.time() - began:.1f} s{memory}; nothing was written")
+    else:
+        run_training(trainer, heldout, folder, again, options.keep)
+        if rank == 0:
+            print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
 
 if __name__ == "__main__":
