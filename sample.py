@@ -285,7 +285,7 @@ def measure(tokenizer, rows, texts, reference):
 def load_reference(cfg, tokenizer, path, n):
     """What samples are compared with: n texts of the data as token ids, and a function texts -> measures.
 
-    For a model of text it is the file's first 20 MB; None where there is no such file.
+    For a model of text it is the file's first 2 MB; None where there is no such file.
     """
     if cfg.data == "tiny":
         texts = tiny_config.heldout_stories()[:n]
@@ -293,7 +293,7 @@ def load_reference(cfg, tokenizer, path, n):
     path = path or tiny_config.local_path(cfg.data)
     if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
         return None
-    text = "".join(itertools.islice(tiny_config.texts(tiny_config.open_data(path)), 200))
+    text = "".join(itertools.islice(tiny_config.texts(tiny_config.open_data(path)), 20))
     ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     return rows[::max(len(rows) // n, 1)][:n], lambda texts: tiny_config.judge_text(texts, text)
