@@ -316,9 +316,10 @@ def fit(cfg, encoder, rows):
     raw, n = dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0), max(2 ** 16 // cfg.length, 1)
     ids = take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(device)
     try:
-        x = encoder.encode(ids[:1], raw, (ids[:1] != pad)[:, None])
+        last = torch.full_like(ids[:1], len(encoder.tokenizer) - 1)
+        x = encoder.encode(last, raw, (ids[:1] != pad)[:, None]).cpu()         # a GPU's error shows no earlier
     except (RuntimeError, IndexError, ValueError) as error:
-        raise UserError(f"--encoder={cfg.encoder}: fails on {cfg.length} tokens ({one_line(error)})") from None
+        raise UserError(f"--encoder={cfg.encoder}: fails on {cfg.length} tokens of number {last[0, 0]} ({one_line(error)})") from None
     for name, value in (("vocab", len(encoder.tokenizer)), ("latent_dim", x.shape[-1])):
         if getattr(cfg, name) not in (0, value):
             raise UserError(f"--{name}={getattr(cfg, name)}: the encoder has {value}")
