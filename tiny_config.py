@@ -250,7 +250,7 @@ def pack(data, source, tokenizer, workers=None):
         rows = tokenizer(found, add_special_tokens=False, split_special_tokens=True)["input_ids"]      # "</s>" in a text is text
         return {"ids": [np.array(row + [eos] * end, dtype) for row, end in zip(rows, batch.get("end", [True] * len(rows)))]}
 
-    content = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode())
+    content = hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()} {eos} {data.column_names}".encode())
     if files := find_files(source):
         for file in files:
             with open(file, "rb") as opened:
