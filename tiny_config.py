@@ -214,10 +214,15 @@ def open_data(source):
         if "train" not in data and len(data) > 1:
             raise UserError(f"--data={source}: has the parts {', '.join(data)}, but none called train")
         data = data.get("train") or next(iter(data.values()))
-    if not {"text", "input_ids"} & set(data.column_names):
-        raise UserError(f"--data={source}: has the columns {', '.join(data.column_names)}; one called text (strings) or input_ids "
-                        "(token ids) is needed")
-    return data
+    for name, kind in {"input_ids": r"(\w+_)?list<.*: u?int\d+.*", "text": r"(large_)?string"}.items():
+        if name in data.column_names:
+            column = data.data.column(name)
+            if column.null_count or not re.fullmatch(kind, str(column.type)):
+                raise UserError(f"--data={source}: the column {name} holds {column.type}, {column.null_count} of them null; needed are "
+                                "strings in text or lists of token ids in input_ids")
+            return data
+    raise UserError(f"--data={source}: has the columns {', '.join(data.column_names)}; one called text (strings) or input_ids "
+                    "(token ids) is needed")
 
 
 def open_folder(source):
@@ -243,9 +248,7 @@ def pack(data, source, tokenizer, workers=None):
     """The tokens of open_data as one flat array in a file, an EOS behind each document; made once for each content and tokenizer."""
     eos, dtype = tokenizer.eos_token_id, np.uint16 if len(tokenizer) <= 2 ** 16 else np.uint32
 
-    def tokenise(batch, index):
-        if "text" in batch and not all(isinstance(text, str) for text in batch["text"]):
-            raise UserError(f"--data={source}: the column text holds something else than text, somewhere in rows {index[0]} to {index[-1]}")
+    def tokenise(batch):
         found = batch["text"] if "text" in batch else [read_piece(*piece) for piece in zip(batch["path"], batch["first"], batch["last"])]
         rows = tokenizer(found, add_special_tokens=False, split_special_tokens=True)["input_ids"]      # "</s>" in a text is text
         return {"ids": [np.array(row + [eos] * end, dtype) for row, end in zip(rows, batch.get("end", [True] * len(rows)))]}
@@ -263,8 +266,7 @@ def pack(data, source, tokenizer, workers=None):
         print(f"tokenising {source} into {path} ...", flush=True)
         workers = min(workers or os.cpu_count(), len(data))
         datasets.disable_caching()                                              # our file is the cache
-        done = data.map(tokenise, batched=True, batch_size=64, with_indices=True, remove_columns=data.column_names,
-                        num_proc=workers if workers > 1 else None)
+        done = data.map(tokenise, batched=True, batch_size=64, remove_columns=data.column_names, num_proc=workers if workers > 1 else None)
 
         def write(name):
             with open(name, "wb") as file:
@@ -287,11 +289,12 @@ class Rows:
     def __getitem__(self, rows):
         if isinstance(rows, slice):
             return Rows(self.data.select(range(len(self))[rows]), self.cfg, self.tokenizer)
-        found, length, vocab = self.data[rows]["input_ids"], self.cfg.length, len(self.tokenizer)
+        found, length, known = self.data[rows]["input_ids"], self.cfg.length, range(len(self.tokenizer))
         for row in found:
-            if not 0 < len(row) <= length or max(row) >= vocab:
-                raise UserError(f"--data={self.cfg.data}: holds a row of {len(row)} token ids up to {max(row, default=None)}; by --length and the "
-                                f"encoder's vocabulary a row has 1 to {length} ids below {vocab}")
+            strange = [i for i in row if i not in known]
+            if strange or not 0 < len(row) <= length:
+                raise UserError(f"--data={self.cfg.data}: holds a row of {len(row)} token ids, {strange[:3] or 'none'} of them unknown; by --length "
+                                f"and the encoder's vocabulary a row has 1 to {length} ids from 0 to {known[-1]}")
         return np.array([row + [self.tokenizer.pad_token_id] * (length - len(row)) for row in found])
 
 
