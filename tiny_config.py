@@ -234,8 +234,9 @@ def open_folder(source):
         if not any(Path(name).name in saved for name in HfApi().list_repo_files(source, repo_type="dataset")):
             return datasets.load_dataset(source)
         source = snapshot_download(source, repo_type="dataset")
-    tops = sorted({path.parent for path in Path(source).rglob("*.json") if path.name in saved}, key=lambda path: len(path.parts))
-    return datasets.load_from_disk(tops[0]) if tops else datasets.load_dataset(str(source))
+    tops = {path.parent for path in Path(source).rglob("*.json") if path.name in saved}
+    top = min(tops, key=lambda top: (len(top.parts), top.name != "train", top), default=None)
+    return datasets.load_from_disk(top) if top else datasets.load_dataset(str(source))
 
 
 def texts(data):
