@@ -115,7 +115,7 @@ def run(main, argv):
     try:
         main(argv)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).split("UserError: ")[-1].strip(), file=sys.stderr)       # without a loader process's traceback
         raise SystemExit(2) from None
     except BrokenPipeError:                                         # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
