@@ -347,7 +347,8 @@ def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
     cfg, first, began, main = trainer.cfg, trainer.step, time.time(), trainer.rank == 0
     eval_every, log = cfg.eval_every or max(cfg.steps // 10, 1), Log(folder, trainer.step) if main else None
-    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (tiny_config.take(heldout, range(min(len(heldout), 256))).tolist(), lambda texts: {})
+    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (
+        [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
     bar = tqdm(total=cfg.steps, initial=first, disable=None if main else True, unit="step")     # a bar on terminals only
     with interrupts() as seen:
         for ids in batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda"):
