@@ -71,6 +71,8 @@ def load_data(cfg, device, encoder=None):
         tokenizer = tokenizer or tiny_config.word_tokenizer(tiny_config.training_stories())
         train, heldout = tiny_config.story_rows(tokenizer, cfg.length)
     else:
+        if not tokenizer and "input_ids" in data.column_names:
+            raise UserError(f"--data={cfg.data}: holds token ids; name the encoder that they are for, --encoder=...")
         tokenizer = tokenizer or tiny_config.byte_tokenizer(tiny_config.texts(data), cfg.vocab)
         rows = tiny_config.token_rows(data, cfg, tokenizer)
         if len(rows) < 4:
