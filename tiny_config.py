@@ -200,6 +200,7 @@ def open_data(source):
     """What --data names as a datasets.Dataset, with a column `text`, or `input_ids`, or with pieces of text files."""
     import datasets
     datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(50)                                    # its errors are told by ours
     files = find_files(source)
     kinds = {TABLES.get(Path(file).suffix, "text") for file in files}
     if len(kinds) > 1:
