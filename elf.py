@@ -314,12 +314,11 @@ def draw(cfg, batch, generator):
     n_self_cond = (batch - n_decode + 1) // 2
     how = {"generator": generator, "device": generator.device}
     rank = torch.randperm(batch, **how)                             # decode | self-conditioned | neither, by rank
-    u = torch.rand(batch, **how)
     return Draws(
         decode=rank < n_decode,
         self_cond=(rank >= n_decode) & (rank < n_decode + n_self_cond),
         t=torch.sigmoid(cfg.t_mean + cfg.t_std * torch.randn(batch, **how)),
-        w=(1 + cfg.w_min) * ((1 + cfg.w_max) / (1 + cfg.w_min)) ** u - 1,                       # 1 + w is log-uniform
+        w=(1 + cfg.w_min) * ((1 + cfg.w_max) / (1 + cfg.w_min)) ** torch.rand(batch, **how) - 1,    # 1 + w is log-uniform
         p=torch.sigmoid(cfg.p_mean + cfg.p_std * torch.randn(batch, cfg.length, **how)),
         eps=torch.randn(batch, cfg.length, cfg.latent_dim, **how))
 
@@ -443,8 +442,7 @@ def decode_ids(model, z, w=1.0):
     return model.decode(z, torch.full_like(z[:, 0, 0], w)).argmax(-1)
 
 
-# ------------------------------------------------------------------------------------------ loading and saving
-# The method ends here. What follows brings models and encoders from disk and puts them there.
+# ------------------------------------------------------------------------------------------ not the method: loading and saving
 
 
 def one_line(error, limit=300):
@@ -455,16 +453,14 @@ def one_line(error, limit=300):
 
 def write_safely(path, write):
     """Calls write(temporary path) and renames the result: whoever opens path finds a whole file, new or old."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    write(temporary)
-    os.replace(temporary, path)
+    write(f"{path}.{os.getpid()}.tmp")
+    os.replace(f"{path}.{os.getpid()}.tmp", path)
 
 
 def save_model(folder, state, cfg):
     """Writes weights (a state_dict) and settings to a folder that load_model reads."""
     from safetensors.torch import save_file
-    settings = json.dumps(dataclasses.asdict(cfg), indent=1)
-    write_safely(f"{folder}/config.json", lambda path: Path(path).write_text(settings))
+    write_safely(f"{folder}/config.json", lambda path: Path(path).write_text(json.dumps(dataclasses.asdict(cfg), indent=1)))
     write_safely(f"{folder}/model.safetensors", lambda path: save_file(state, path))
 
 
@@ -475,26 +471,25 @@ def load_config(folder):
         if missing := [f.name for f in dataclasses.fields(Config) if f.name not in values]:
             raise UserError(f"lacks {', '.join(missing)}")
         return Config(**values)
-    except OSError:
-        raise UserError(f"{folder}: no model here (no config.json); give a folder that train.py wrote") from None
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{folder}/config.json: not the settings of a model ({error})") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{folder}: no model of ours here, or one without proper settings in config.json ({one_line(error)})") from None
 
 
 def load_model(source, device="cpu", base=None):
-    """A model in eval mode, and its Config.
+    """(A model in eval mode, its Config).
 
     source: a folder that train.py wrote (its averaged weights); or weights that the paper's authors released: a file
     `checkpoint_<step>` (its ema_params1), a folder with such files (the last one), or a Hub id. Those tell the network's
-    sizes; all else comes from the Config `base`, by default the Hub id's preset or else owt_b, and is printed.
-    Raises UserError where there is no model, a damaged one, or one whose weights are missing, unknown or misshapen.
+    sizes; all else comes from the Config `base`, by default the Hub id's preset or else owt_b, and is printed. Raises
+    UserError where there is no model, a damaged one, or one whose weights are missing, unknown or misshapen.
     """
     path = find_weights(source)
+    sizes, state = read_weights(path)
     if path.suffix == ".safetensors":
-        cfg, state = load_config(path.parent), read_weights(path)
+        cfg = load_config(path.parent)
     else:
-        sizes, state = from_released(read_weights(path), path)
-        cfg = dataclasses.replace(base or PRESETS[RELEASED.get(os.path.basename(source), "owt_b")], **sizes)
+        preset = {"ELF-M-owt-torch": "owt_m", "ELF-L-owt-torch": "owt_l"}.get(os.path.basename(source), "owt_b")
+        cfg = dataclasses.replace(base or PRESETS[preset], **sizes)
         untold = {name: getattr(cfg, name) for name in ("length", "latent_mean", "latent_std", "noise_scale", "decode_noise_scale")}
         print(f"{path}: {sizes}; the rest is the preset's (--config), such as {untold}")
     with torch.device("meta"):
@@ -504,9 +499,6 @@ def load_model(source, device="cpu", base=None):
     except RuntimeError as error:                                   # torch names what is missing, unknown or misshapen
         raise UserError(f"{path}: the weights don't fit: {one_line(error, 2000)}") from None
     return model.to(device).eval(), cfg
-
-
-RELEASED = {"ELF-B-owt-torch": "owt_b", "ELF-M-owt-torch": "owt_m", "ELF-L-owt-torch": "owt_l"}     # Hub name -> preset
 
 
 def find_weights(source):
@@ -531,31 +523,30 @@ def loaded(option, source, load, kind=""):
 
 
 def read_weights(path):
-    """The weights in a .safetensors file or in a released checkpoint, by name. Runs no code that a file might hold."""
+    """(sizes, weights) of from_released, or ({}, weights) of a .safetensors file. Runs no code that a file might hold."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["ema_params1"]
-    except (OSError, RuntimeError, ValueError, EOFError, KeyError, TypeError, SafetensorError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: missing, cut off, more than plain weights, or without ema_params1 ({one_line(error)})") from None
+            return {}, load_file(path)
+        return from_released(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["ema_params1"])
+    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: missing, cut off, or more than plain weights ({one_line(error)})") from None
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{path}: neither ours nor a checkpoint of the released code: there is no {error} in it") from None
 
 
-def from_released(state, path):
-    """(the network's sizes, told by the shapes; the weights under this file's names) of a released checkpoint."""
+def from_released(state):
+    """(the network's sizes, told by the shapes; the weights under this file's names) of a released checkpoint's weights."""
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value.float() for name, value in state.items()}
-    try:
-        hidden, dim = state["proj_kernel"].shape
-        sizes = {"vocab": len(state["unembed_bias"]), "latent_dim": dim, "hidden": hidden,
-                 "depth": len({name.split(".")[1] for name in state if name.startswith("blocks.")}),
-                 "heads": hidden // len(state["blocks.0.attn.q_norm.weight"]),
-                 "bottleneck": len(state["text_proj.proj1.weight"]), "prefix": state["mode_tokens"].shape[1]}
-        for name in ("proj", "unembed"):                            # stored [in, out], unlike the rest
-            state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
-            state[f"{name}.bias"] = state.pop(f"{name}_bias")
-    except KeyError as error:
-        raise UserError(f"{path}: the weights lack {error}") from None
+    hidden, dim = state["proj_kernel"].shape
+    sizes = {"vocab": len(state["unembed_bias"]), "latent_dim": dim, "hidden": hidden,
+             "depth": len({name.split(".")[1] for name in state if name.startswith("blocks.")}),
+             "heads": hidden // len(state["blocks.0.attn.q_norm.weight"]),
+             "bottleneck": len(state["text_proj.proj1.weight"]), "prefix": state["mode_tokens"].shape[1]}
+    for name in ("proj", "unembed"):                                # stored [in, out], unlike the rest
+        state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
+        state[f"{name}.bias"] = state.pop(f"{name}_bias")
     return sizes, state
 
 
@@ -570,12 +561,9 @@ class Encoder:
         """ids (B, L) -> latents (B, L, D), normalised. sees (B, L or 1, L) bool: which positions each may look at (None: all)."""
         if sees is not None:        # additive and 4-D: right under every attention backend, as a boolean or 3-D mask isn't
             sees = torch.zeros(sees.shape, dtype=self.model.dtype, device=ids.device).masked_fill(~sees, torch.finfo(self.model.dtype).min)[:, None]
-        h = self.model(input_ids=ids, attention_mask=sees).last_hidden_state
-        return (h.float() - cfg.latent_mean) / cfg.latent_std
+        return (self.model(input_ids=ids, attention_mask=sees).last_hidden_state.float() - cfg.latent_mean) / cfg.latent_std
 
     def save(self, folder):
-        from transformers.utils.logging import disable_progress_bar
-        disable_progress_bar()
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
@@ -595,14 +583,16 @@ def load_tokenizer(source):
     from transformers import AutoTokenizer
     tokenizer = loaded("--encoder", source, lambda: AutoTokenizer.from_pretrained(source))
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
-    if tokenizer.eos_token is None or tokenizer.pad_token is None:
-        raise UserError(f"--encoder={source}: its tokenizer has no token for the end of a text, or none for padding; take another encoder")
+    empty = len(tokenizer) < len(tokenizer.all_special_ids) + 3         # which transformers makes up where it finds no files
+    if empty or not tokenizer.is_fast or tokenizer.eos_token is None or tokenizer.pad_token is None:
+        raise UserError(f"--encoder={source}: no (fast) tokenizer in it, or one without a token for the end of a text or for padding")
     return tokenizer
 
 
 def load_encoder(source, device="cpu", dtype="float32"):
     """The frozen encoder of a folder or a Hub id, with its tokenizer: the encoder of a T5, or a BERT-like model."""
-    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoModelForTextEncoding
+    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoModelForTextEncoding, logging
+    logging.disable_progress_bar()
 
     def load():
         known = type(AutoConfig.from_pretrained(source)) in MODEL_FOR_TEXT_ENCODING_MAPPING     # of a T5 the encoder alone

@@ -53,10 +53,6 @@ class Options:
     dtype: str = key("float32", "precision of the network's blocks: float32 or bfloat16", choices=("float32", "bfloat16"))
     compile: bool = key(False, "torch.compile: slow to start, then faster")
 
-    def __post_init__(self):
-        elf.check(self)
-
-
 SWEEPS = {"sampler": str, "steps": int, "gamma": float, "w": float, "grid": str, "sde_start": str}   # take comma lists
 
 # ------------------------------------------------------------------------------------------ command line
@@ -107,7 +103,9 @@ def override(cfg, values):
     kinds = {f.name: f.type for f in dataclasses.fields(cfg)}
     if unknown := [name for name in values if name not in kinds]:
         raise UserError(f"unknown key {unknown[0]}: {nearest(unknown[0], kinds)}")
-    return dataclasses.replace(cfg, **{name: read_value(name, str(value), kinds[name]) for name, value in values.items()})
+    changed = dataclasses.replace(cfg, **{name: read_value(name, str(value), kinds[name]) for name, value in values.items()})
+    elf.check(changed)
+    return changed
 
 
 def run(main, argv):
@@ -122,7 +120,7 @@ def run(main, argv):
         raise SystemExit(1) from None
     except OSError as error:                                        # such as a full disk
         print(f"error: {elf.one_line(error)}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(2 if isinstance(error, (FileExistsError, NotADirectoryError, PermissionError)) else 1) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         raise SystemExit(1) from None
@@ -157,6 +155,7 @@ def accelerate(model, device, dtype, compile=False, checkpoint=False):
     """
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")                          # TF32
+    dtype = {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(dtype, dtype)
     for block in model.blocks:
         if dtype == "bfloat16":
             block.forward = torch.autocast(device.type, torch.bfloat16)(block.forward)
@@ -349,11 +348,10 @@ def main(argv):
         raise UserError("--trace and --plot show one text; --out and --json write many: use one or the other")
     if options.data and not os.path.isfile(options.data):
         raise UserError(f"--data={options.data}: no such file")
-    presets = elf.PRESETS | tiny_config.PRESETS
-    if options.config and options.config not in presets:
-        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, presets)}")
+    if options.config and options.config not in tiny_config.PRESETS:
+        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, tiny_config.PRESETS)}")
     device = pick_device(options.device)
-    model, cfg = elf.load_model(options.model, device, presets.get(options.config))
+    model, cfg = elf.load_model(options.model, device, tiny_config.PRESETS.get(options.config))
     accelerate(model, device, options.dtype, options.compile)
     if options.data and cfg.data == "tiny":
         raise UserError("--data is for models of text; a model of the tiny language is judged by its rules")

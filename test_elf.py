@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -15,8 +16,12 @@ from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": tempfile.mkdtemp()}      # before the libraries read it
 
+import datasets
+import huggingface_hub
 import pytest
+import tokenizers as tk
 import torch
+import transformers
 from torch import nn
 
 import elf
@@ -25,7 +30,7 @@ import tiny_config
 import train
 from elf import ELF, Config
 from sample import seeded
-from train import PRESETS
+from tiny_config import PRESETS
 
 HERE = Path(__file__).parent
 
@@ -205,7 +210,6 @@ def test_released_weights_load_from_a_folder_under_any_prefix(tmp_path, golden, 
 
 
 def test_a_hub_id_is_downloaded_and_has_its_own_preset(tmp_path, golden, monkeypatch, capsys):
-    import huggingface_hub
     write_released(tmp_path / "checkpoint_5", golden_state())
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda source, **how: asked.append(source) or str(tmp_path))
@@ -866,12 +870,12 @@ def test_four_micro_batches_equal_one_batch(run_folder, monkeypatch):
 @pytest.fixture(scope="module")
 def padded_data(tmp_path_factory, run_folder):
     """Arguments for training on ready-made rows of 5 to 25 tokens, the shorter ones to be padded."""
-    import datasets
     texts = [text.split()[:5 + i % 18] for i, text in enumerate(tiny_config.training_stories()[:200])]
     tokenizer = elf.load_tokenizer(f"{run_folder}/encoder")
     folder = tmp_path_factory.mktemp("rows")
     datasets.Dataset.from_dict({"input_ids": [tokenizer.convert_tokens_to_ids(text) for text in texts]}).save_to_disk(folder)
-    return ["--config=tiny", f"--data={folder}", f"--encoder={run_folder}/encoder", *SMALL, "--steps=10", "--eval_every=5"]
+    return ["--config=tiny", f"--data={folder}", f"--encoder={run_folder}/encoder", *SMALL, "--steps=10", "--eval_every=5",
+            "--batch=12", "--micro_batch=3"]
 
 
 def torchrun(code, *argv, timeout=120):
@@ -895,7 +899,7 @@ train.Trainer.train_step = step
 def test_two_processes_equal_one_and_survive_the_death_of_one(padded_data, tmp_path, capsys):
     two, one, killed, alone = (tmp_path / name for name in ("two", "one", "killed", "alone"))
     assert torchrun("", *padded_data, f"--out_dir={two}") == 0
-    train.main([*padded_data, f"--out_dir={one}", "--micro_batch=4"])
+    train.main([*padded_data, f"--out_dir={one}"])                  # the same four parts, in one process
     close(weights_of(two), weights_of(one))                         # weights, momenta of the gradients, average
     figures = [[json.loads(line) for line in open(folder / "metrics.jsonl")] for folder in (two, one)]
     for a, b in zip(*figures, strict=True):
@@ -905,11 +909,11 @@ def test_two_processes_equal_one_and_survive_the_death_of_one(padded_data, tmp_p
     assert torchrun(KILLED, *padded_data, f"--out_dir={killed}", timeout=60) != 0
     assert weights_of(killed)["step"] == 5 and elf.load_model(str(killed))
     shutil.copytree(killed, alone)
-    assert torchrun("", "--config=tiny", f"--out_dir={killed}", "--resume", "--device=cpu") == 0
+    assert torchrun("", "--config=tiny", f"--out_dir={killed}", "--resume", "--device=cpu", "--micro_batch=3") == 0
     assert_same(weights_of(killed), weights_of(two))
     capsys.readouterr()
     train.main(["--config=tiny", f"--out_dir={alone}", "--resume", "--device=cpu"])
-    assert "--micro_batch=4" in capsys.readouterr().out             # one process works too, and says what differs
+    assert "--micro_batch=3" in capsys.readouterr().out             # one process works too, and says what differs
     assert weights_of(alone)["step"] == 10
 
 
@@ -1165,6 +1169,299 @@ def test_a_run_that_came_in_between_is_not_overwritten(run_folder, tmp_path, cap
     assert "taken" in refused(capsys, train, "--config=tiny", f"--out_dir={folder}", *SMALL)
     assert_same(weights_of(folder), weights_of(run_folder))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "taken"]
+
+
+# ------------------------------------------------------------------------------- pretrained encoders
+
+TEXT = "".join(" ".join(random.Random(i).choices(["sun", "moon", "été", "hill", "</s>", "[SEP]"], k=8)) + "\n" for i in range(150))
+
+
+def word_pieces(text):
+    """A tokenizer like BERT's: it would put [CLS] and [SEP] around a text, and knows no end of sequence."""
+    tokenizer = tk.Tokenizer(tk.models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = tk.normalizers.BertNormalizer(), tk.pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder, special = tk.decoders.WordPiece(), ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = tk.trainers.WordPieceTrainer(vocab_size=60, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(text.splitlines(), trainer)
+    tokenizer.post_processor = tk.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    names = {f"{name.strip('[]').lower()}_token": name for name in special}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def make_encoder(kind, folder, **changes):
+    """Saves a small random encoder with its tokenizer; its matrix has more rows than the tokenizer has tokens, as T5's has."""
+    torch.manual_seed(0)
+    if kind == "bert":
+        tokenizer, sizes = word_pieces(TEXT), dict(vocab_size=64, hidden_size=16, intermediate_size=32, max_position_embeddings=32)
+        model = transformers.BertModel(transformers.BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))
+    else:
+        tokenizer, sizes = tiny_config.byte_tokenizer([TEXT], 280), {"vocab_size": 320, "d_model": 16, "d_kv": 8, "d_ff": 32, **changes}
+        whole = transformers.T5ForConditionalGeneration if kind == "whole t5" else transformers.T5EncoderModel
+        model = whole(transformers.T5Config(**sizes, num_heads=2, num_layers=2, pad_token_id=0, eos_token_id=1))
+    elf.Encoder(model, tokenizer).save(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """A folder for each kind of encoder."""
+    return {kind: make_encoder(kind, tmp_path_factory.mktemp("encoders") / kind) for kind in ("t5", "bert", "whole t5")}
+
+
+PLAIN = Config(latent_dim=16, latent_std=1.0, length=12)
+KINDS = pytest.mark.parametrize("kind", ["t5", "bert"])
+
+
+@pytest.mark.parametrize("kind, dtype", [("t5", "float32"), ("bert", "bfloat16")])
+def test_a_pretrained_encoder_trains_and_then_does_without_its_folder(kind, dtype, tmp_path, monkeypatch, capsys):
+    source, folder = make_encoder(kind, tmp_path / "source"), tmp_path / "run"
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    argv = ["--config=tiny_text", f"--data={tmp_path}/text.txt", f"--encoder={source}", f"--out_dir={folder}", "--length=16",
+            *SMALL, "--vocab=0", "--latent_std=auto", f"--encoder_dtype={dtype}", "--steps=6", "--eval_every=6"]
+    train.main(argv)
+    cfg, encoder = elf.load_config(folder), elf.load_encoder(source, dtype=dtype)
+    assert json.loads((folder / "encoder/config.json").read_text())["dtype"] == dtype
+    assert cfg.vocab == len(encoder.tokenizer) == elf.load_model(folder)[0].unembed.out_features < encoder.model.config.vocab_size
+    _, _, rows, heldout = train.load_data(cfg, "cpu", encoder)
+    x = torch.cat([encoder.model(input_ids=tiny_config.take(rows, [i])).last_hidden_state.float() for i in range(len(rows))])
+    assert (cfg.latent_mean, cfg.latent_std) == pytest.approx((x.mean().item(), x.std().item()), rel=1e-2, abs=1e-3)
+    want = (x[:1] - cfg.latent_mean) / cfg.latent_std
+    torch.testing.assert_close(encoder.encode(tiny_config.take(rows, [0]), cfg), want, rtol=0, atol=1e-5)
+    ids = {*rows.flatten().tolist(), *heldout.flatten().tolist()}
+    assert not ids & {*encoder.tokenizer.all_special_ids} - {encoder.tokenizer.unk_token_id}        # none added, none read from the text
+    shutil.rmtree(source)
+    monkeypatch.setattr(datasets.Dataset, "map", None)                  # nothing is tokenised again
+    before = weights_of(folder)
+    train.main([*argv, "--resume"])
+    assert_same(weights_of(folder), before)
+    sample.main([f"--model={folder}", "--n=2", f"--json={tmp_path}/table.json"])
+    assert json.load(open(tmp_path / "table.json"))[0]["data_entropy"] > 0
+
+
+@KINDS
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_encoder_masks_leak_nothing(encoders, kind, attention):
+    encoder, lengths = elf.load_encoder(encoders[kind]), torch.tensor([7, 1, 12])
+    encoder.model.set_attn_implementation(attention)
+    ids = torch.randint(5, len(encoder.tokenizer), (3, 12), generator=seeded(0))
+    real = torch.arange(12) < lengths[:, None]                          # (B, L)
+    x = encoder.encode(ids, PLAIN, real[:, None])
+    for i, n in enumerate(lengths):
+        torch.testing.assert_close(x[i, :n], encoder.encode(ids[i:i + 1, :n], PLAIN)[0], rtol=0, atol=1e-5)
+    assert torch.equal(x[real], encoder.encode(ids.masked_fill(~real, 7), PLAIN, real[:, None])[real])
+    # the source, five positions, sees itself alone; the target sees both
+    source = torch.arange(12) < 5
+    sees = (source | ~source[:, None]) & real[:, None]                  # (B, L, L)
+    x, other_target, other_source = (encoder.encode(i, PLAIN, sees) for i in (
+        ids, torch.where(source, ids, ids.flip(1)), torch.where(source, ids.flip(1), ids)))
+    torch.testing.assert_close(x[2, :5], encoder.encode(ids[2:, :5], PLAIN)[0], rtol=0, atol=1e-5)
+    assert torch.equal(x[:, :5], other_target[:, :5])
+    for other in (other_target, other_source):
+        assert not torch.isclose(x[2, 5:], other[2, 5:]).all(-1).any()
+
+
+@KINDS
+def test_the_encoders_precision_is_the_one_asked_for(encoders, tmp_path, kind):
+    full, half = (elf.load_encoder(encoders[kind], dtype=dtype) for dtype in ("float32", "bfloat16"))
+    ids = torch.randint(5, len(full.tokenizer), (3, 12), generator=seeded(0))
+    real = torch.arange(12) < torch.tensor([7, 1, 12])[:, None]
+    x, rounded = full.encode(ids, PLAIN, real[:, None]), half.encode(ids, PLAIN, real[:, None])
+    assert rounded.dtype == torch.float32 and 0 < (x - rounded)[real].abs().max() < 0.05 * x.std()
+    half.save(tmp_path / "half")
+    for dtype in ("float32", "bfloat16"):                               # whatever the file has
+        again = elf.load_encoder(tmp_path / "half", dtype=dtype)
+        assert {p.dtype for p in again.model.parameters()} == {getattr(torch, dtype)}
+    assert torch.equal(again.encode(ids, PLAIN), half.encode(ids, PLAIN))
+
+
+@torch.no_grad()
+def test_of_a_whole_t5_only_the_encoder_is_loaded(encoders, tmp_path):
+    encoder, ids = elf.load_encoder(encoders["whole t5"]), torch.arange(5, 17)[None]
+    assert {name.split(".")[0] for name, _ in encoder.model.named_parameters()} == {"shared", "encoder"}
+    whole = transformers.T5ForConditionalGeneration.from_pretrained(encoders["whole t5"]).eval()
+    torch.testing.assert_close(encoder.encode(ids, PLAIN), whole.encoder(input_ids=ids).last_hidden_state)
+    encoder.save(tmp_path / "again")
+    assert torch.equal(encoder.encode(ids, PLAIN), elf.load_encoder(tmp_path / "again").encode(ids, PLAIN))
+
+
+@pytest.mark.parametrize("kind, changes, lacks, argv, words", [
+    ("t5", {}, "", ["--latent_dim=8"], ["--latent_dim=8", "16"]), ("t5", {}, "", ["--vocab=320"], ["--vocab=320", "279"]),
+    ("t5", {}, "token*", [], ["tokenizer"]), ("bert", {}, "token*", [], ["tokenizer"]), ("t5", {}, "pad", [], ["tokenizer", "padding"]),
+    ("t5", {}, "fast", [], ["tokenizer"]), ("t5", {}, "model*", [], ["model"]), ("bert", {}, "config*", [], ["in it"]),
+    ("bert", {}, "", ["--length=33"], ["33 tokens"]), ("t5", {"vocab_size": 278}, "", [], ["278"])])        # one too few
+def test_encoders_that_do_not_fit_are_refused(tmp_path, capsys, kind, changes, lacks, argv, words):
+    source = make_encoder(kind, tmp_path / "source", **changes)
+    for path in (tmp_path / "source").glob(lacks or "none"):
+        path.unlink()
+    if lacks == "pad":
+        path = tmp_path / "source/tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": None}))
+    elif lacks == "fast":
+        (tmp_path / "source/tokenizer.json").unlink()
+        transformers.ByT5Tokenizer().save_pretrained(source)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    line = refused(capsys, train, "--config=tiny_text", f"--data={tmp_path}/text.txt", f"--encoder={source}", f"--out_dir={tmp_path}/run",
+                   *SMALL, "--vocab=0", "--length=16", *argv)
+    assert all(word in line for word in words) and (source in line or argv) and not (tmp_path / "run").exists(), line
+
+
+# ------------------------------------------------------------------------------- any data
+
+DOCUMENTS = ["", "a", "</s>", "x</s><pad>y", "été ☃ 日本語 🙂\n", "", "no end of line", "\r\n two\r\n lines ", "long " * 400,
+             "ab" * 300, "a\rb\x0cc\x85d\u2028e\n\n", "\ufeffmark", "", TEXT, *TEXT.splitlines(), ""]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_config.byte_tokenizer([TEXT], 280)
+
+
+def write_data(kind, folder, name, values):
+    """Writes a column of rows as one kind of data; returns what --data would be."""
+    data, path = datasets.Dataset.from_dict({name: values}), f"{folder}/data"
+    os.makedirs(folder, exist_ok=True)
+    if kind == "disk":
+        data.save_to_disk(path, num_shards=2)
+    elif kind == "dict":
+        datasets.DatasetDict(test=data.select([0]), train=data).save_to_disk(path)
+    elif kind == "text":
+        for i, text in enumerate(values):
+            with open(f"{folder}/{i:04}.txt", "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+        path = f"{folder}/*.txt"
+    else:
+        path = f"{path}.{kind}"
+        data.to_json(path) if kind == "jsonl" else data.to_parquet(path, batch_size=50)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "disk", "dict", "text"])
+def test_packing_keeps_every_token(tmp_path, monkeypatch, tokenizer, kind):
+    monkeypatch.setattr(tiny_config.pieces, "__defaults__", (60,))      # many pieces a file
+    documents, eos, packed = [text for text in DOCUMENTS if text or kind != "text"], tokenizer.eos_token_id, []
+    data = tiny_config.open_data(source := write_data(kind, tmp_path, "text", documents))
+    for workers in (1, 2, 3):
+        packed.append(tiny_config.pack(data, source, tokenizer, workers).tolist())
+        shutil.rmtree("data")
+    assert packed[0] == packed[1] == packed[2]
+    flat = packed[0]
+    if kind == "text":                              # cut at ends of lines, where tokens may differ, but the text doesn't
+        assert tokenizer.decode(flat) == "".join(text.removeprefix("\ufeff") + "</s>" for text in documents)
+        assert flat.count(eos) == len(documents)
+    else:
+        assert flat == [i for text in documents for i in [*tokenizer.encode(text, split_special_tokens=True), eos]]
+    rows = tiny_config.token_rows(data, dataclasses.replace(PLAIN, data=source, length=7), tokenizer)
+    assert rows.shape == (len(flat) // 7, 7) and rows.flatten().tolist() == flat[:rows.size]
+    assert tiny_config.take(rows, [2, 0]).tolist() == [flat[14:21], flat[:7]]
+
+
+def test_data_is_tokenised_once_for_each_content_and_tokenizer(tmp_path, tokenizer, monkeypatch):
+    def packed(source, tokenizer=tokenizer):
+        return tiny_config.pack(tiny_config.open_data(source), source, tokenizer, 1).tolist()
+    sources = [write_data(kind, tmp_path / kind, "text", ["the sun", "the moon"]) for kind in ("jsonl", "disk", "text")]
+    sources.append(shutil.copy(sources[0], f"{tmp_path}/same.txt"))      # the same bytes, but one text
+    found = [packed(source) for source in sources]
+    assert len(os.listdir("data")) == 4 and found[0] == found[1] == found[2] != found[3]
+    other = pickle.loads(pickle.dumps(tokenizer))
+    other.eos_token = "<mask>"
+    assert packed(sources[0], other) == [2 if i == 1 else i for i in found[0]]
+    assert packed(sources[0], tiny_config.byte_tokenizer([TEXT], 270)) != found[0]
+    (tmp_path / "text/0000.txt").write_text("the son")
+    assert packed(sources[2]) != found[2] and len(os.listdir("data")) == 7
+    tokenizer.save_pretrained(tmp_path / "saved")
+    monkeypatch.setattr(datasets.Dataset, "map", None)                  # nothing is tokenised again
+    for again in (tokenizer, pickle.loads(pickle.dumps(tokenizer)), elf.load_tokenizer(tmp_path / "saved")):
+        assert [packed(sources[i], again) for i in (0, 1, 3)] == [found[0], found[1], found[3]]
+
+
+@pytest.mark.parametrize("saved, want", [([""], ""), (["sub/set"], "sub/set"), (["dev", "a/train", "train", "test"], "train"),
+                                         ([], "org/data")])
+def test_a_hub_id_may_hold_either_layout(tmp_path, monkeypatch, saved, want):
+    for name in saved:
+        datasets.Dataset.from_dict({"text": [name]}).save_to_disk(tmp_path / "snapshot" / name)
+    names = [str(path.relative_to(tmp_path / "snapshot")) for path in tmp_path.rglob("snapshot/**/*")]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name, repo_type: names)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, repo_type: str(tmp_path / "snapshot"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": [name]})))
+    assert list(tiny_config.texts(tiny_config.open_data("org/data"))) == [want]
+
+
+@pytest.mark.parametrize("option, kind", [("data", "--repo-type dataset "), ("encoder", "")])
+def test_what_the_hub_does_not_give_says_how_to_get_it(tmp_path, capsys, encoders, option, kind):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    argv = {"data": f"{tmp_path}/text.txt", "encoder": encoders["t5"]} | {option: "no-one/nothing"}
+    line = refused(capsys, train, "--config=tiny_text", *(f"--{name}={value}" for name, value in argv.items()))
+    assert f"hf download {kind}no-one/nothing --local-dir FOLDER" in line and f"--{option}=FOLDER" in line
+
+
+READY = [[5 + (i + j) % 30 for j in range(1 + i % 16)] for i in range(64)]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dict"])
+def test_ready_rows_are_used_as_they_are_and_padding_counts_nowhere(tmp_path, monkeypatch, encoders, kind):
+    seen, flow_loss, folder = [], elf.flow_loss, tmp_path / "run"
+    monkeypatch.setattr(elf, "flow_loss", lambda *args: seen.append(args) or flow_loss(*args))
+    argv = ["--config=tiny_text", f"--data={write_data(kind, tmp_path, 'input_ids', READY)}", f"--encoder={encoders['t5']}",
+            f"--out_dir={folder}", *SMALL, "--length=16", "--vocab=0", "--steps=1"]
+    train.main(argv)
+    cfg, encoder, rows, heldout = train.load_data(elf.load_config(folder), "cpu", elf.load_encoder(encoders["t5"]))
+    assert [tiny_config.take(part, range(len(part))).tolist() for part in (rows, heldout)] == [
+        [row + [0] * (16 - len(row)) for row in part] for part in (READY[:61], READY[61:])]
+    x = torch.cat([encoder.model(input_ids=torch.tensor([row])).last_hidden_state[0] for row in READY[:61]])
+    assert (cfg.latent_mean, cfg.latent_std) == pytest.approx((x.mean().item(), x.std().item()), rel=1e-4)
+    (_, x, ids, counted, _, n), *_ = seen
+    assert torch.equal(counted, ids != 0) and n == (ids != 0).sum() < ids.numel()
+    for i, row in enumerate(ids):
+        torch.testing.assert_close(x[i, counted[i]], encoder.encode(row[row != 0][None], cfg)[0], rtol=0, atol=1e-4)
+    *_, last = map(json.loads, open(folder / "metrics.jsonl"))
+    assert last["data_entropy"] == pytest.approx(sample.token_entropies(READY[61:], 1)[0])
+    train.main([*argv, "--resume"])
+
+
+def test_what_a_loader_process_refuses_is_one_line(capsys):
+    error = torch._utils.ExceptionWrapper((elf.UserError, elf.UserError("--data=x: bad rows"), None), "in worker 0")    # as on a GPU
+    with pytest.raises(SystemExit):
+        sample.run(lambda argv: error.reraise(), [])
+    assert capsys.readouterr().err == "error: --data=x: bad rows\n"
+
+
+def lines(name, *values):
+    return "".join(json.dumps({name: value}) + "\n" for value in values)
+
+
+SUN = lines("text", *["the sun"] * 20)
+ALL = ["t5", "scratch"]
+
+
+@pytest.mark.parametrize("encoder, content, words", [(encoder, *case) for encoders, *case in [
+    (ALL, SUN + '{"text": "the\n', ["json"]), (ALL, SUN + "the sun\n", ["json"]), (ALL, "", []), (ALL, lines("text", ""), ["rows"]),
+    (ALL, lines("body", "sun"), ["columns body;", "text", "input_ids"]), (ALL, lines("text", *range(9)), ["text", "int64"]),
+    (ALL, SUN + lines("text", None), ["text", "1 of them null"]), (ALL, lines("input_ids", "5 6"), ["input_ids", "string"]),
+    (ALL, lines("input_ids", [0.5]), ["input_ids", "double"]), (ALL, lines("input_ids", *READY, None), ["1 of them null"]),
+    (["scratch"], lines("input_ids", *READY), ["--encoder"]),
+    *((["t5"], lines("input_ids", *READY, row), words) for row, words in (
+        ([5] * 17, ["17", "16"]), ([], ["0 token", "16"]), ([5, 279], ["279"]), ([5, -1], ["-1"]), ([5, None], ["None"])))]
+    for encoder in encoders])
+def test_wrong_rows_are_refused(tmp_path, capsys, caplog, encoders, encoder, content, words):
+    (tmp_path / "a.jsonl").write_text(content)
+    line = refused(capsys, train, "--config=tiny_text", f"--data={tmp_path}/a.jsonl", f"--encoder={encoders.get(encoder, encoder)}",
+                   *SMALL, "--length=16", "--vocab=0" if encoder == "t5" else "--vocab=280")
+    assert all(word in line for word in [f"--data={tmp_path}/a.jsonl", *words]) and not caplog.records, line
+
+
+def test_wrong_files_and_folders_are_refused(tmp_path, capsys, caplog, encoders):
+    for path, content in {"1.parquet": "no", "2.jsonl": SUN, "2.txt": "sun", "3/a.txt": "", "3/b.txt": "", "4/a.unknown": ""}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content)
+    data = datasets.Dataset.from_dict({"text": ["the sun"] * 9})
+    datasets.DatasetDict(test=data, dev=data).save_to_disk(tmp_path / "5")
+    data.save_to_disk(tmp_path / "6")
+    next((tmp_path / "6").glob("*.arrow")).unlink()
+    for name, words in {"1.parquet": ["parquet"], "2.*": ["json", "text", "one kind"], "3/*.txt": ["empty"], "4": [],
+                        "5": ["test, dev", "train"], "6": [], "none.txt": ["no such"]}.items():
+        line = refused(capsys, train, "--config=tiny_text", f"--data={tmp_path}/{name}", f"--encoder={encoders['t5']}")
+        assert all(word in line for word in [f"--data={tmp_path}/{name}", *words]) and not caplog.records, line
+        assert not os.path.exists("out/tiny_text")
 
 
 # ------------------------------------------------------------------------------- what the README says, in full (slow)

@@ -14,6 +14,7 @@ import math
 import os
 import random
 import re
+import tempfile
 import urllib.request
 from pathlib import Path
 
@@ -22,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import elf
 from elf import Config, UserError, loaded, one_line, write_safely
 
-PRESETS = {
+PRESETS = elf.PRESETS | {
     "tiny": Config(
         data="tiny", encoder="scratch", encoder_steps=1500, encoder_lr=0.005, encoder_warmup=0.0135, vocab=0, length=25,
         latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
@@ -163,11 +165,12 @@ def fetch(address, path):
 
 
 def find_files(source):
-    """The files that --data names, by a path, a pattern like data/*.txt, or an http address, which is fetched once."""
+    """The files that --data names, by a path, a pattern like data/*.txt, a folder of .txt, or an http address, which is fetched once."""
     path = local_path(source)
     if path != source and not os.path.isfile(path):
         fetch(source, path)
-    return [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+    pattern = f"{path}/**/*.txt" if os.path.isdir(path) else path
+    return [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
 
 
 def pieces(path, size=100_000):
@@ -264,18 +267,18 @@ def pack(data, source, tokenizer, workers=None):
         content.update(data._fingerprint.encode())
     path = f"data/{content.hexdigest()[:16]}.tokens"
     if not os.path.isfile(path):
-        import datasets
         print(f"tokenising {source} into {path} ...", flush=True)
-        workers = min(workers or os.cpu_count(), len(data))
-        datasets.disable_caching()                                              # our file is the cache
-        done = data.map(tokenise, batched=True, batch_size=64, remove_columns=data.column_names, num_proc=workers if workers > 1 else None)
-
-        def write(name):
-            with open(name, "wb") as file:
-                for chunk in done.data.column("ids").chunks:
-                    chunk.flatten().to_numpy().tofile(file)
         os.makedirs("data", exist_ok=True)
-        write_safely(path, write)
+        workers = min(workers or os.cpu_count(), len(data))
+        with tempfile.TemporaryDirectory(dir="data") as folder:
+            done = data.map(tokenise, batched=True, batch_size=16, writer_batch_size=64, remove_columns=data.column_names,
+                            num_proc=workers if workers > 1 else None, cache_file_name=f"{folder}/part.arrow")
+
+            def write(name):
+                with open(name, "wb") as file:
+                    for chunk in done.data.column("ids").chunks:
+                        chunk.flatten().to_numpy().tofile(file)
+            write_safely(path, write)
     return np.memmap(path, dtype, "r")
 
 
@@ -313,26 +316,29 @@ def token_rows(data, cfg, tokenizer):
     return Rows(data, cfg, tokenizer)
 
 
-def fit(cfg, encoder, rows):
-    """Fills in what cfg leaves open, the vocabulary and the latents' mean and std, and checks what it doesn't."""
-    device, pad = encoder.model.device, encoder.tokenizer.pad_token_id
+def fit(cfg, encoder):
+    """cfg with the encoder's vocabulary, where it leaves that open. Raises UserError where the encoder doesn't fit."""
+    vocab = len(encoder.tokenizer)
     if cfg.encoder == "scratch":                # a tokenizer trained on little text has fewer tokens than it may have
-        cfg = dataclasses.replace(cfg, vocab=min(cfg.vocab, len(encoder.tokenizer)))
-    raw, n = dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0), max(2 ** 16 // cfg.length, 1)
-    ids = take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(device)
+        cfg = dataclasses.replace(cfg, vocab=min(cfg.vocab, vocab))
+    last = torch.full((1, cfg.length), vocab - 1, device=encoder.model.device)
     try:
-        last = torch.full_like(ids[:1], len(encoder.tokenizer) - 1)
-        x = encoder.encode(last, raw, (ids[:1] != pad)[:, None]).cpu()         # a GPU's error shows no earlier
+        width = encoder.encode(last, dataclasses.replace(cfg, latent_std=1.0)).cpu().shape[-1]     # .cpu(): where a GPU's errors show
     except (RuntimeError, IndexError, ValueError) as error:
-        raise UserError(f"--encoder={cfg.encoder}: fails on {cfg.length} tokens of number {last[0, 0]} ({one_line(error)})") from None
-    for name, value in (("vocab", len(encoder.tokenizer)), ("latent_dim", x.shape[-1])):
+        raise UserError(f"--encoder={cfg.encoder}: fails on {cfg.length} tokens of number {vocab - 1} ({one_line(error)})") from None
+    for name, value in (("vocab", vocab), ("latent_dim", width)):
         if getattr(cfg, name) not in (0, value):
             raise UserError(f"--{name}={getattr(cfg, name)}: the encoder has {value}")
-    cfg = dataclasses.replace(cfg, vocab=len(encoder.tokenizer))
-    if cfg.latent_std == 0:
-        x = torch.cat([encoder.encode(part, raw, (part != pad)[:, None])[part != pad] for part in ids.split(64)])
-        cfg = dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
-    return cfg
+    return dataclasses.replace(cfg, vocab=vocab)
+
+
+def measure_latents(cfg, encoder, rows):
+    """cfg with the latents' mean and std over all real tokens of some rows, evenly spread over the data, about 65,536 in all."""
+    n, pad = max(2 ** 16 // cfg.length, 1), encoder.tokenizer.pad_token_id
+    ids = take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(encoder.model.device)
+    raw = dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0)
+    x = torch.cat([encoder.encode(part, raw, (part != pad)[:, None])[part != pad] for part in ids.split(64)])
+    return dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
 
 
 def words_of(text):

@@ -35,8 +35,7 @@ import tiny_config
 from elf import UserError, key
 from sample import (accelerate, connect, generate, load_reference, measure, nearest, override, parse, plot_losses, run, seeded,
                     to_text)
-
-PRESETS = elf.PRESETS | tiny_config.PRESETS
+from tiny_config import PRESETS
 
 
 @dataclass(frozen=True)
@@ -54,24 +53,21 @@ class Options:
     compile: bool = key(False, "torch.compile: slow to start, then faster")
     checkpoint_activations: bool = key(False, "compute activations twice instead of keeping them: less memory, a third more work")
 
-    def __post_init__(self):
-        elf.check(self)
-
-
 # ------------------------------------------------------------------------------------------ data
 
 
 def load_data(cfg, device, encoder=None):
-    """(cfg with its open values filled in, encoder, training rows, held-out rows); rows are arrays of token ids (N, L)."""
-    data = None if cfg.data == "tiny" else tiny_config.open_data(cfg.data)
-    if encoder is None and cfg.encoder != "scratch":
-        encoder = elf.load_encoder(cfg.encoder, device, cfg.encoder_dtype)
-    tokenizer = encoder.tokenizer if encoder else None
+    """(cfg with its open values filled in, encoder, training rows, held-out rows); rows are arrays of token ids (N, L).
+
+    Without an encoder a small one is trained on the data.
+    """
+    data, tokenizer = None if cfg.data == "tiny" else tiny_config.open_data(cfg.data), encoder and encoder.tokenizer
+    cfg = tiny_config.fit(cfg, encoder) if encoder else cfg
     if cfg.data == "tiny":
         tokenizer = tokenizer or tiny_config.word_tokenizer(tiny_config.training_stories())
         train, heldout = tiny_config.story_rows(tokenizer, cfg.length)
     else:
-        if not tokenizer and "input_ids" in data.column_names:
+        if encoder is None and "input_ids" in data.column_names:
             raise UserError(f"--data={cfg.data}: holds token ids; name the encoder that they are for, --encoder=...")
         tokenizer = tokenizer or tiny_config.byte_tokenizer(tiny_config.texts(data), cfg.vocab)
         rows = tiny_config.token_rows(data, cfg, tokenizer)
@@ -79,12 +75,12 @@ def load_data(cfg, device, encoder=None):
             raise UserError(f"--data={cfg.data}: {len(rows)} rows of --length={cfg.length} tokens are too few; four are needed, as three are held out")
         n_heldout = min(max(len(rows) // 20, 3), 1024)
         train, heldout = rows[:-n_heldout], rows[-n_heldout:]
-
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
         model = tiny_config.train_encoder(train, tokenizer, cfg)
         encoder = elf.Encoder(model.to(device), tokenizer)
-    return tiny_config.fit(cfg, encoder, train), encoder, train, heldout
+        cfg = tiny_config.fit(cfg, encoder)
+    return tiny_config.measure_latents(cfg, encoder, train) if cfg.latent_std == 0 else cfg, encoder, train, heldout
 
 
 @functools.lru_cache(2)
@@ -109,10 +105,7 @@ def batches(rows, cfg, first, rank=0, world=1, gpu=False):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made orthogonal (Jordan et al. 2024): all directions of a matrix move equally fast.
-
-    For 2-D weights only. Weights of one shape are stacked and orthogonalised together.
-    """
+    """Momentum whose update is made orthogonal (Jordan et al. 2024): all directions of a 2-D weight move equally fast."""
 
     def __init__(self, params, lr, momentum=0.95):
         super().__init__(params, dict(lr=lr, momentum=momentum))
@@ -120,7 +113,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for group in self.param_groups:
-            shapes = {}
+            shapes = {}                             # weights of one shape are stacked and orthogonalised together
             for p in group["params"]:
                 shapes.setdefault(p.shape, []).append(p)
             for (fan_out, fan_in), params in shapes.items():
@@ -182,21 +175,14 @@ def make_average(model, decay):
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
-class Parallel(torch.nn.parallel.DistributedDataParallel):
-    """DDP that has what flow_loss needs; only the training pass goes through DDP's hooks."""
-    cfg = property(lambda self: self.module.cfg)
-
-    def denoise(self, *inputs):
-        return self.module.denoise(*inputs)
-
-
 class Trainer:
     """All the state of a run, its checkpoints, and its one step."""
 
     def __init__(self, cfg, encoder, rows, device, options=Options(), rank=0, world=1):
         torch.manual_seed(cfg.seed)
         self.cfg, self.encoder, self.rows, self.device, self.step, self.rank, self.world = cfg, encoder, rows, device, 0, rank, world
-        self.data, self.pad = fingerprint(rows), encoder.tokenizer.pad_token_id
+        self.pad, some = encoder.tokenizer.pad_token_id, tiny_config.take(rows, range(0, len(rows), max(len(rows) // 1000, 1)))
+        self.data = f"{len(rows)} {hashlib.sha256(some.numpy().tobytes()).hexdigest()}"             # tells data apart, by some rows
         self.micro = options.micro_batch or cfg.batch // world
         if cfg.batch % (self.micro * world) or self.micro < 3:
             raise UserError(f"--batch={cfg.batch} on {world} processes, --micro_batch={options.micro_batch}: each process needs an equal share "
@@ -205,9 +191,11 @@ class Trainer:
         if options.init:
             self.start_from(options.init)
         self.average = make_average(self.model, cfg.ema)
-        dtype = {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(options.dtype, options.dtype)
-        accelerate(self.model, device, dtype, options.compile, options.checkpoint_activations)
-        self.network = Parallel(self.model, gradient_as_bucket_view=True) if world > 1 else self.model
+        accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
+        self.network = self.model
+        if world > 1:                   # only the training pass goes through DDP's hooks
+            self.network = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.network.cfg, self.network.denoise = cfg, self.model.denoise
         self.optimizers = make_optimizers(self.model, cfg)
 
     def start_from(self, source):
@@ -245,8 +233,7 @@ class Trainer:
         if data != self.data:
             raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
         if micro != self.micro and self.rank == 0:
-            print(f"note: from here on the random numbers are others than they would have been, as {self.micro} sequences go through the "
-                  f"network at once and not {micro}; --micro_batch={micro} keeps them")
+            print(f"note: {self.micro} sequences at once, {micro} before: other random numbers from here on; --micro_batch={micro} keeps them")
 
     def total(self, value):
         """The sum of a number or tensor over all processes, as a tensor."""
@@ -256,16 +243,14 @@ class Trainer:
         return value
 
     def train_step(self, ids):
-        """One step of the optimisers on this process's share of the batch, ids (B / processes, L); returns its figures.
-
-        The share goes through the network in parts. All random numbers depend on the seed, the step and the part alone.
-        """
+        """One step of the optimisers on this process's share of the batch, ids (B / processes, L), in parts; returns its figures."""
         cfg, parts = self.cfg, ids.to(self.device, non_blocking=True).split(self.micro)
         n = self.total((ids != self.pad).sum())                     # counted positions of the whole batch
         sums = torch.zeros(3, device=self.device)
         for i, part in enumerate(parts):
             last = i == len(parts) - 1
             with contextlib.nullcontext() if last or self.world == 1 else self.network.no_sync():
+                # the random numbers depend on the seed, the step and the part of the whole batch, and on nothing else
                 draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
                 losses = self.loss(self.network, part, draws, n)
                 (self.world * losses[0]).backward()                 # DDP divides the gradients by their number
@@ -302,12 +287,6 @@ class Trainer:
         return {"heldout_mse": mse, "heldout_ce": ce}
 
 
-def fingerprint(rows):
-    """Tells data apart, by their number and a thousand of them."""
-    sample = tiny_config.take(rows, range(0, len(rows), max(len(rows) // 1000, 1)))
-    return hashlib.sha256(sample.numpy().tobytes()).hexdigest()[:12] + f"-{len(rows)}"
-
-
 # ------------------------------------------------------------------------------------------ logs
 
 
@@ -337,39 +316,33 @@ class Log:
 # ------------------------------------------------------------------------------------------ the program
 
 
-def evaluate(trainer, heldout, reference, n, steps):
-    """Held-out losses and n samples of the averaged weights: (figures, texts)."""
-    cfg, tokenizer = trainer.cfg, trainer.encoder.tokenizer
-    rows = generate(trainer.average.module, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
-    texts = [to_text(tokenizer, row) for row in rows]
-    return trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts
-
-
 def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
-    cfg, first, began, main = trainer.cfg, trainer.step, time.time(), trainer.rank == 0
+    cfg, tokenizer, first, began, main = trainer.cfg, trainer.encoder.tokenizer, trainer.step, time.time(), trainer.rank == 0
     eval_every, log = cfg.eval_every or max(cfg.steps // 10, 1), Log(folder, trainer.step) if main else None
-    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (
+    reference = load_reference(cfg, tokenizer, "", 256) or (
         [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
     bar = tqdm(total=cfg.steps, initial=first, disable=None if main else True, unit="step")     # a bar on terminals only
     with interrupts() as seen:
         for ids in batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda"):
             figures = trainer.train_step(ids)
-            stop = trainer.total(len(seen)) > 0               # of any process: all end at the same step
+            stop = trainer.total(len(seen)) > 0                     # of any process: all end at the same step
             step, last = trainer.step, trainer.step == cfg.steps
             if main:
                 rate = (step - first) / (time.time() - began)       # steps/s
-                tokens_per_s = round(rate * cfg.batch * cfg.length)
+                figures["tokens_per_s"] = round(rate * cfg.batch * cfg.length)
+                line = f"mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {figures['tokens_per_s']:,} tokens/s"
                 bar.update()
-                bar.set_postfix_str(f"loss {figures['loss']:.3f}, {tokens_per_s:,} tokens/s")
-                if step - first == 10:
-                    tqdm.write(f"about {(cfg.steps - step) / rate / 60:.1f} minutes to go at this pace")
+                bar.set_postfix_str(line)
                 if step % max(cfg.steps // 50, 1) == 0 or last:
-                    log.write({"step": step, **figures, "tokens_per_s": tokens_per_s})
+                    log.write({"step": step} | figures)
                     if bar.disable:
-                        print(f"step {step}/{cfg.steps}: mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {tokens_per_s:,} tokens/s", flush=True)
+                        print(f"step {step}/{cfg.steps}: {line}, {(cfg.steps - step) / rate / 60:.1f} minutes to go", flush=True)
                 if step % eval_every == 0 or last:
-                    log.show(step, *evaluate(trainer, heldout, reference, *((256, cfg.sample_steps) if last else (32, 16))))
+                    n, steps = (256, cfg.sample_steps) if last else (32, 16)
+                    rows = generate(trainer.average.module, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
+                    texts = [to_text(tokenizer, row) for row in rows]
+                    log.show(step, trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts)
                 if step % eval_every == 0 or last or stop:
                     trainer.save(folder)
                 if keep and step % (keep * eval_every) == 0:
@@ -388,12 +361,14 @@ def interrupts():
     def handle(number, frame):
         seen.append(number)
         signal.signal(number, before[number])
-    seen, before = [], {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, handle)
-    yield seen
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def settings(options, changes):
@@ -401,14 +376,14 @@ def settings(options, changes):
     if options.config not in PRESETS:
         raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
-    again = shlex.join(["python", "train.py", f"--config={options.config}", f"--out_dir={folder}", "--resume"])
+    processes, machine = os.environ.get("LOCAL_WORLD_SIZE"), ("device", "dtype", "compile", "micro_batch", "checkpoint_activations", "keep")
+    again = shlex.join((["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"])
+                       + ["train.py", f"--config={options.config}", f"--out_dir={folder}", "--resume"]
+                       + [f"--{name}={value}" for name in machine if (value := getattr(options, name)) != getattr(Options, name)])
     if not options.resume:
         if not options.dry_run and (os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder)):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
-        try:
-            os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out_dir={folder} cannot be made ({error.strerror})") from None
+        os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
         return override(PRESETS[options.config], changes), folder, again
     saved = elf.load_config(folder)
     cfg = override(saved, changes)
@@ -463,7 +438,7 @@ def main(argv):
         ids, began = next(iter(batches(rows, cfg, 0, rank, world))), time.time()
         figures = trainer.train_step(ids)
         memory = f", at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB on the GPU" if device.type == "cuda" else ""
-        print(f"one step: {figures}, {time.time() - began:.1f} s{memory}; nothing was written")
+        print(f"one step: {figures}, {time.time() - began:.1f} s{memory}; no model was written")
     else:
         run_training(trainer, heldout, folder, again, options.keep)
         if rank == 0:
