@@ -1270,7 +1270,7 @@ def test_the_encoders_precision_is_the_one_asked_for(encoders, tmp_path, kind):
     half.save(tmp_path / "half")
     for dtype in ("float32", "bfloat16"):                               # whatever the file has
         again = elf.load_encoder(tmp_path / "half", dtype=dtype)
-        assert {p.dtype for p in again.model.parameters()} == {getattr(torch, dtype)}
+        assert again.model.dtype == getattr(torch, dtype)
     assert torch.equal(again.encode(ids, PLAIN), half.encode(ids, PLAIN))
 
 
