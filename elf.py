@@ -1,9 +1,10 @@
 """ELF, Embedded Language Flows (arXiv 2605.10938), in one file.
 
-A frozen text encoder turns token ids into contextual embeddings x. A flow carries Gaussian noise to such
-embeddings, for the whole sequence at once and without ever looking at a token on the way: the network
-sees a noisy z at time t and predicts the clean x_hat, which gives the velocity to follow. Only the very
-last call of the same network, switched to "decode" mode, reads tokens off the embeddings it arrived at.
+A frozen text encoder turns token ids into contextual embeddings, the latents x. A flow carries Gaussian noise to such
+latents, for all positions at once: the network sees a noisy z at time t and predicts the clean x_hat, which gives the
+velocity to follow. It also sees its own previous guess x_prev (self-conditioning) and a scale w, how strongly to lean
+on it (guidance). Only one last call of the same network, switched to "decode" mode, reads tokens off the latents. So a
+training batch mixes denoise examples (velocity MSE) and decode examples (noised token by token, cross-entropy).
 
 Time runs from 0 (noise) to 1 (data).
 Shapes:  B examples (sequences) of a batch, L positions of a sequence, D latent width (the encoder's), H hidden width
@@ -36,47 +37,48 @@ class UserError(ValueError):
 
 
 def key(default, meaning, **limits):
-    """A setting, with what `--help` says of it, and its limits: least, above, below, choices."""
+    """A setting, with what `--help` says of it, and its limits: at_least, above, below, one_of."""
     return field(default=default, metadata={"help": meaning, **limits})
 
 
 def check(settings):
     """Raises UserError where a setting is not of its type or not within its limits."""
+    rules = {"at_least": operator.ge, "above": operator.gt, "below": operator.lt, "one_of": lambda value, known: value in known}
     for f in dataclasses.fields(settings):
         value, limits = getattr(settings, f.name), f.metadata
         if type(value) not in ((int, float) if f.type is float else (f.type,)):
             raise UserError(f"{f.name}={value}: must be of type {f.type.__name__}")
-        for limit, holds in (("least", operator.ge), ("above", operator.gt), ("below", operator.lt), ("choices", lambda a, b: a in b)):
+        for limit, holds in rules.items():
             if limit in limits and not holds(value, limits[limit]):
-                raise UserError(f"{f.name}={value}: must be {limit.replace('choices', 'one of')} {limits[limit]}")
+                raise UserError(f"{f.name}={value}: must be {limit.replace('_', ' ')} {limits[limit]}")
 
 
 @dataclass(frozen=True)
 class Config:
     """The method and its training. The defaults are the paper's ELF-B on OpenWebText (tables 6, 7 and 9)."""
     # data and encoder
-    data: str = key("embedded-language-flows/openwebtext-t5", "`tiny`, a Hub id, a folder, or files (.txt, .jsonl, .parquet; * works)")
+    data: str = key("embedded-language-flows/openwebtext-t5", "`tiny`, Hub id, folder, address, or files (.txt, .jsonl, .parquet; also *)")
     encoder: str = key("google-t5/t5-small", "frozen encoder: Hub id, folder, or `scratch` to train a small one on the data first")
-    encoder_dtype: str = key("float32", "the encoder's precision: float32 or bfloat16", choices=("float32", "bfloat16"))
-    encoder_steps: int = key(400, "how long to train the encoder, where it is `scratch`", least=1)
+    encoder_dtype: str = key("float32", "the encoder's precision: float32 or bfloat16", one_of=("float32", "bfloat16"))
+    encoder_steps: int = key(400, "how long to train the encoder, where it is `scratch`", at_least=1)
     encoder_lr: float = key(0.003, "largest learning rate of that training", above=0)
     encoder_warmup: float = key(0.2, "share of it in which that rate rises from 0", above=0, below=1)
-    vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix", least=0)
-    length: int = key(1024, "L: positions of a sequence", least=1)
-    latent_dim: int = key(512, "D: width of the encoder's embeddings", least=1)
+    vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix", at_least=0)
+    length: int = key(1024, "L: positions of a sequence", at_least=1)
+    latent_dim: int = key(512, "D: width of the encoder's embeddings", at_least=1)
     latent_mean: float = key(0.0, "subtracted from the embeddings")
-    latent_std: float = key(0.2, "the embeddings are divided by this (auto: measure mean and std on 65,536 tokens)", least=0)
+    latent_std: float = key(0.2, "the embeddings are divided by this (0 or `auto`: measure mean and std on 65,536 tokens)", at_least=0)
     # network
-    hidden: int = key(768, "H: width of the network", least=1)
-    depth: int = key(12, "number of blocks", least=1)
-    heads: int = key(12, "attention heads", least=1)
-    bottleneck: int = key(128, "width between the latents and H at the input", least=1)
-    prefix: int = key(4, "control tokens of each kind: time, guidance scale, mode", least=1)
+    hidden: int = key(768, "H: width of the network", at_least=1)
+    depth: int = key(12, "number of blocks", at_least=1)
+    heads: int = key(12, "attention heads", at_least=1)
+    bottleneck: int = key(128, "width between the latents and H at the input", at_least=1)
+    prefix: int = key(4, "control tokens of each kind: time, guidance scale, mode", at_least=1)
     # path and loss
     t_mean: float = key(-1.5, "t of a denoise example is sigmoid(N(t_mean, t_std^2)); small t is much noise")
     t_std: float = key(0.8, "see t_mean; the sampler's time grid follows the same law", above=0)
     noise_scale: float = key(2.0, "standard deviation of the noise of the flow, in units of the latents", above=0)
-    t_floor: float = key(0.05, "1 - t is never divided by less than this", above=0, below=1)
+    t_floor: float = key(0.05, "least divisor in v = (x_hat - z) / (1 - t)", above=0, below=1)
     decode_share: float = key(0.2, "share of a batch that trains the decode mode", above=0, below=1)
     p_mean: float = key(0.8, "p, how clean a token of a decode example is, is sigmoid(N(p_mean, p_std^2))")
     p_std: float = key(0.8, "see p_mean", above=0)
@@ -84,21 +86,21 @@ class Config:
     w_min: float = key(0.5, "smallest guidance scale w seen in training; 1 + w is log-uniform", above=0)
     w_max: float = key(5.0, "largest guidance scale w seen in training", above=0)
     # optimisation
-    batch: int = key(512, "sequences per step, of all processes together", least=3)
-    steps: int = key(0, "training steps (0: as many as `epochs` need)", least=0)
+    batch: int = key(512, "sequences per step, of all processes together", at_least=3)
+    steps: int = key(0, "training steps (0: as many as `epochs` need)", at_least=0)
     epochs: float = key(5.0, "passes over the data, where `steps` is 0", above=0)
-    optimizer: str = key("muon", "muon (Adam on all but the 2-D weights), or adamw for all", choices=("muon", "adamw"))
-    lr: float = key(0.002, "learning rate of Muon (or AdamW); used as it is, never rescaled", above=0)
-    adam_lr: float = key(0.0, "learning rate of Adam beside Muon (0: the same as lr)", least=0)
-    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0", least=0)
-    cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0", least=0)
+    optimizer: str = key("muon", "muon (Adam on all but the 2-D weights), or adamw for all", one_of=("muon", "adamw"))
+    lr: float = key(0.002, "learning rate of Muon (or AdamW); never scaled with the batch", above=0)
+    adam_lr: float = key(0.0, "learning rate of Adam beside Muon (0: the same as lr)", at_least=0)
+    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0", at_least=0)
+    cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0", at_least=0)
     clip: float = key(1.0, "largest norm of the gradient", above=0)
-    ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average", least=0, below=1)
-    seed: int = key(0, "the same seed gives the same weights", least=0)
-    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run)", least=0)
+    ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average", at_least=0, below=1)
+    seed: int = key(0, "the same seed gives the same weights", at_least=0)
+    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run)", at_least=0)
     # sampling
-    sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top", least=1)
-    gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back", least=0)
+    sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top", at_least=1)
+    gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back", at_least=0)
     w: float = key(3.0, "default of sample.py: guidance scale of self-conditioning; 1 is no guidance", above=0)
 
     def __post_init__(self):
@@ -110,9 +112,9 @@ class Config:
                 raise UserError(f"{name}={getattr(self, name)}: {rule}")
 
 
-PRESETS = {
+PRESETS = {         # the warmup is half an epoch in all of them
     "owt_b": Config(),
-    "owt_m": Config(hidden=1056, depth=24, heads=16, epochs=4.0, warmup=0.125),  # half an epoch of warmup
+    "owt_m": Config(hidden=1056, depth=24, heads=16, epochs=4.0, warmup=0.125),
     "owt_l": Config(hidden=1280, depth=32, heads=16, epochs=3.0, warmup=1 / 6),
 }
 
@@ -134,19 +136,19 @@ class ValueEmbed(nn.Module):
         return self.mlp_2(F.silu(self.mlp_0(wave)))                             # (B, H)
 
 
-def rope_table(prefix, length, head_dim, device):
-    """cos and sin of rotary position embedding, each (prefix + L, head_dim / 2). The prefix isn't rotated."""
+def rope_table(n_control, length, head_dim, device):
+    """cos and sin of rotary position embedding, each (N, head_dim / 2), with angle 0 at the control tokens in front."""
     frequency = 10000 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
     angle = torch.arange(length, device=device)[:, None] * frequency            # (L, head_dim / 2)
-    angle = F.pad(angle, (0, 0, prefix, 0))                                     # the prefix has angle 0: not rotated
+    angle = F.pad(angle, (0, 0, n_control, 0))                                  # (N, head_dim / 2)
     return angle.cos(), angle.sin()
 
 
-def rotate(x, rope):
-    """Turns each adjacent pair of channels of x (B, heads, N, head_dim) by the angle of its position."""
+def rotate(q, rope):
+    """Turns each adjacent pair of channels of q, or k, (B, heads, N, head_dim) by the angle of its position."""
     cos, sin = rope
-    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)                                  # (B, heads, N, head_dim / 2)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+    a, b = q.unflatten(-1, (-1, 2)).unbind(-1)                                  # (B, heads, N, head_dim / 2)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)     # (B, heads, N, head_dim)
 
 
 class Attention(nn.Module):
@@ -162,8 +164,8 @@ class Attention(nn.Module):
 
     def forward(self, h, rope):                                                 # (B, N, H)
         q, k, v = rearrange(self.qkv(h), "b n (three heads d) -> three b heads n d", three=3, heads=self.heads)
-        q, k = rotate(self.q_norm(q.float()), rope), rotate(self.k_norm(k.float()), rope)   # float32, also under autocast
-        out = F.scaled_dot_product_attention(q, k, v)                           # (B, heads, N, head_dim)
+        q, k = rotate(self.q_norm(q.float()), rope), rotate(self.k_norm(k.float()), rope)   # float32, until autocast
+        out = F.scaled_dot_product_attention(q, k, v)                           # casts it back; (B, heads, N, head_dim)
         return self.proj(rearrange(out, "b heads n d -> b n (heads d)"))
 
 
@@ -197,10 +199,8 @@ class Block(nn.Module):
 
 
 class ELF(nn.Module):
-    """The network: a transformer over [time | guidance | mode | sequence] tokens, with two heads.
-
-    Its parts have the names of the released checkpoints; "self_cond_cfg" is the guidance scale w.
-    """
+    """The network: a transformer over [time | guidance | mode | sequence] tokens, with two heads. Its parts have the
+    names of the released checkpoints, in which self_cond_cfg is the guidance scale w."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -234,13 +234,13 @@ class ELF(nn.Module):
         nn.init.zeros_(self.final_layer.linear.weight)          # so x_hat starts as 0, the mean of the latents
 
     def trunk(self, z, t, x_prev, w, decode):
-        """Everything but the heads: z, x_prev (B, L, D), t, w (B,), decode (B,) bool -> (B, L, H)."""
+        """Everything but the heads: z, x_prev (B, L, D), t, w (B,), decode (B,) 1 or 0 -> (B, L, H)."""
         time = self.t_emb_tokens + self.t_embedder(t)[:, None]                  # (B, prefix, H)
-        guidance = self.self_cond_cfg_tokens + self.self_cond_cfg_embedder(w)[:, None]
+        guidance = self.self_cond_cfg_tokens + self.self_cond_cfg_embedder(w)[:, None]     # (B, prefix, H)
         mode = self.mode_tokens * decode[:, None, None]                         # the mode switch: 0 when denoising
         text = self.text_proj(self.self_cond_proj(torch.cat([z, x_prev], dim=-1)))  # (B, L, H)
 
-        h = torch.cat([time, guidance, mode, text], dim=1)                      # (B, 3 prefix + L, H)
+        h = torch.cat([time, guidance, mode, text], dim=1)                      # (B, N, H)
         head_dim = self.cfg.hidden // self.cfg.heads
         rope = rope_table(3 * self.cfg.prefix, z.shape[1], head_dim, z.device)
         for block in self.blocks:
@@ -251,13 +251,13 @@ class ELF(nn.Module):
         return self.unembed(F.gelu(self.proj(h), approximate="tanh"))           # (B, L, V)
 
     def denoise(self, z, t, x_prev, w):
-        """Noisy z (B, L, D) at t (B,), the last guess x_prev (B, L, D), scale w (B,) -> x_hat (B, L, D)."""
-        return self.final_layer(self.trunk(z, t, x_prev, w, torch.zeros_like(t, dtype=torch.bool)))
+        """Noisy z (B, L, D) at t (B,), the previous guess x_prev (B, L, D), scale w (B,) -> x_hat (B, L, D)."""
+        return self.final_layer(self.trunk(z, t, x_prev, w, decode=torch.zeros_like(t)))
 
     def decode(self, z, w):
-        """(Almost) clean z (B, L, D), w (B,) -> logits (B, L, V). Time is 1, the last guess zero."""
-        t = torch.ones_like(w)
-        return self.decode_head(self.trunk(z, t, torch.zeros_like(z), w, t.bool()))
+        """(Almost) clean z (B, L, D), w (B,) -> logits (B, L, V). Time is 1, the previous guess zero."""
+        one = torch.ones_like(w)
+        return self.decode_head(self.trunk(z, one, torch.zeros_like(z), w, decode=one))
 
     def forward(self, z, t, x_prev, w, decode):
         """Training: one trunk pass over a mixed batch, then each head on its own examples, in batch order.
@@ -274,10 +274,7 @@ class ELF(nn.Module):
 
 
 def corrupt(x, t, noise):
-    """The path (Sec. 3.1), z = t x + (1 - t) noise; x and noise (B, L, D), the noise already scaled.
-
-    t is (B, L), one per token, or (B, 1), one per sequence.
-    """
+    """The path (Sec. 3.1), z = t x + (1 - t) noise; x, noise (B, L, D), the noise scaled; t (B, L), or (B, 1) by sequence."""
     return t[..., None] * x + (1 - t[..., None]) * noise
 
 
@@ -309,11 +306,11 @@ class Draws(NamedTuple):
 
 def draw(cfg, batch, generator):
     """The Draws of a batch of at least 3 (App. C.1). Counts are fixed, who gets which role is random: decode_share
-    of the batch decodes, half of the rest is self-conditioned, the others are neither."""
-    n_decode = min(max(round(cfg.decode_share * batch), 1), batch - 2)
+    of the batch decodes, half of the rest, rounded up, denoises with a first guess, the others without."""
+    n_decode = min(max(round(cfg.decode_share * batch), 1), batch - 2)          # leaves one of each kind
     n_self_cond = (batch - n_decode + 1) // 2
     how = {"generator": generator, "device": generator.device}
-    rank = torch.randperm(batch, **how)                             # decode | self-conditioned | neither, by rank
+    rank = torch.randperm(batch, **how)             # by rank: decode | denoise with a first guess | denoise without
     return Draws(
         decode=rank < n_decode,
         self_cond=(rank >= n_decode) & (rank < n_decode + n_self_cond),
@@ -335,33 +332,35 @@ def guidance_target(v, v_sc, v_no, w):
 def flow_loss(model, x, ids, counted, draws, n=None):
     """The training loss (Algs. 1 and 3): velocity MSE, Eq. (1), and cross-entropy, Eq. (2), on the two kinds of example.
 
-    x (B, L, D) are the clean latents of ids (B, L); counted (B, L) bool says which positions count; draws come from
-    `draw`, with examples of each kind. Returns three scalars: the loss, a weighted sum over all counted positions
-    divided by n, their number (0.8 MSE + 0.2 CE in expectation), and the plain means MSE and CE. For a part of a larger
-    batch n is the number in all of it: the parts' losses then add up to that batch's.
+    x (B, L, D): clean latents of ids (B, L); counted (B, L) bool: the positions that count; draws: from `draw`, with
+    examples of each kind. Returns three scalars: the loss, in expectation (1 - decode_share) MSE + decode_share CE, and
+    the plain means MSE and CE. n: the number of counted positions of the whole batch, where this is a part of it; the
+    losses of the parts then add up to the batch's.
     """
     cfg = model.cfg
     decode, sc, t, w, p, eps = draws
     scale = torch.where(decode, cfg.decode_noise_scale, cfg.noise_scale)[:, None, None]
-    z = corrupt(x, torch.where(decode[:, None], p, t[:, None]), scale * eps)    # (B, L, D)
+    clean = torch.where(decode[:, None], p, t[:, None])                         # (B, L) by token, or by sequence
+    z = corrupt(x, clean, scale * eps)                                          # (B, L, D)
     t = torch.where(decode, 1.0, t)                 # decode examples: noise by p, but the network is told t = 1
 
     x_prev = torch.zeros_like(x)                    # the self-conditioning input: zero, or a first guess
     with torch.no_grad():
-        x_prev[sc] = model.denoise(z[sc], t[sc], x_prev[sc], w[sc])
+        x_prev[sc] = model.denoise(z[sc], t[sc], x_prev[sc], w[sc])     # made from zero
     x_hat, logits = model(z, t, x_prev, w, decode)
 
-    m = ~decode                                     # the M denoise examples; all v are (M, L, D)
-    v = velocity(x[m], z[m], t[m], cfg.t_floor)                     # the true velocity
-    v_hat = velocity(x_hat, z[m], t[m], cfg.t_floor)                # the network's
-    v_no = velocity(x_prev[m], z[m], t[m], cfg.t_floor)             # its first guess's, of use where sc only
-    guided = guidance_target(v, v_hat.detach(), v_no, w[m])         # where sc, v_hat is the velocity with self-conditioning
-    target = torch.where(sc[m][:, None, None], guided, v)
+    denoise = ~decode                               # M examples; all v are (M, L, D)
+    x, z, t, w, x_prev = (a[denoise] for a in (x, z, t, w, x_prev))
+    v = velocity(x, z, t, cfg.t_floor)                              # the true velocity
+    v_hat = velocity(x_hat, z, t, cfg.t_floor)                      # the network's; where sc, with self-conditioning
+    v_no = velocity(x_prev, z, t, cfg.t_floor)                      # the first guess's, without it; used where sc
+    guided = guidance_target(v, v_hat.detach(), v_no, w)
+    target = torch.where(sc[denoise][:, None, None], guided, v)
 
-    se = (v_hat - target).square().mean(-1)[counted[m]]             # one number per counted denoise position
+    se = (v_hat - target).square().mean(-1)[counted[denoise]]       # one number per counted denoise position
     ce = F.cross_entropy(logits.flatten(0, 1), ids[decode].flatten(), reduction="none")[counted[decode].flatten()]
-    share = decode.float().mean()                   # decode_share but for rounding, which the weights undo
-    total = (cfg.decode_share / share) * ce.sum() + (1 - cfg.decode_share) / (1 - share) * se.sum()
+    share = decode.float().mean()                   # the real share, of whole examples: the weights make up for it
+    total = cfg.decode_share / share * ce.sum() + (1 - cfg.decode_share) / (1 - share) * se.sum()
     return total / (counted.sum() if n is None else n), se.mean(), ce.mean()
 
 
@@ -371,7 +370,7 @@ def flow_loss(model, x, ids, counted, draws, n=None):
 def time_grid(cfg, steps, kind="logit_normal", generator=None):
     """A grid (steps + 1,) of times from 0 to 1, steps >= 1. Raises ValueError on an unknown kind.
 
-    kind: `logit_normal` (App. C.2) sorts draws of sigmoid(N(t_mean, t_std^2)), which are dense near 0; `quantile` (ours)
+    kind: `logit_normal` (App. C.2) sorts draws of sigmoid(N(t_mean, t_std^2)), which are dense near 0; `quantile` (not the paper's)
     takes that law's quantiles at i / steps; `uniform` takes i / steps itself.
     """
     even = torch.arange(1, steps) / steps
@@ -406,27 +405,27 @@ def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper
         raise ValueError(f"sde_start={sde_start}: takes paper or released")
     cfg = model.cfg
     times = grid.to(z)[:, None].expand(-1, len(z))                              # (steps + 1, B)
-    w = torch.full_like(times[0], w)                                            # (B,)
+    w = z.new_full((len(z),), w)                                                # (B,)
     x_hat = torch.zeros_like(z)                                                 # no guess yet
     for step, (t, t_next) in enumerate(pairwise(times), start=1):
         z_back, t_back = z, t
         if sampler == "sde" and step < len(grid) - 1:                           # go back a little; not in the last step
-            alpha = (1 - gamma * (t_next - t)).clamp(0, 1)                      # (B,) 1: stay here, 0: start anew
+            alpha = (1 - gamma * (t_next - t)).clamp(0, 1)                      # (B,); 1: stay here, 0: start anew
             noise = cfg.noise_scale * gaussian(z, generator)
             z_back = corrupt(z, alpha[:, None], noise)                          # alpha z + (1 - alpha) noise
             t_back = alpha * t
-        x_hat = model.denoise(z_back, t_back, x_hat, w)                         # the last guess goes in, the next comes out
+        x_hat = model.denoise(z_back, t_back, x_hat, w)                         # the previous guess goes in, the next comes out
         if sde_start == "released":                                             # step from there; the paper steps from (z, t)
             z, t = z_back, t_back
         z = euler(z, x_hat, t, t_next, cfg.t_floor)
-        yield t_next[0].item(), z, x_hat
+        yield grid[step].item(), z, x_hat
 
 
 def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
     """Carries z (B, L, D), cfg.noise_scale times standard noise, along grid (steps + 1,) to t = 1; returns it there.
 
-    sampler: `ode`, or `sde`, which before every call but the last goes back from t by the factor 1 - gamma dt with new
-    noise. gamma >= 0; at 0 it is the ODE. w: guidance scale of self-conditioning, trained on [cfg.w_min, cfg.w_max], 1 is
+    sampler: `ode`, or `sde`, which before every network call but the last mixes in new noise, and so takes t back to
+    (1 - gamma dt) t. gamma >= 0; at 0 it is the ODE. w: guidance scale of self-conditioning, trained on [cfg.w_min, cfg.w_max], 1 is
     none. sde_start: an SDE step starts from the state before going back (`paper`, Alg. 6) or after (`released`).
     generator: a CPU torch.Generator, or a list with one per example, so that no sample depends on its batch.
     Makes len(grid) - 1 network calls. Raises ValueError on an unknown sampler or sde_start.
@@ -439,7 +438,7 @@ def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", g
 @torch.no_grad()
 def decode_ids(model, z, w=1.0):
     """The last network call: z (B, L, D) at t = 1 -> token ids (B, L), the likeliest at each position."""
-    return model.decode(z, torch.full_like(z[:, 0, 0], w)).argmax(-1)
+    return model.decode(z, z.new_full((len(z),), w)).argmax(-1)
 
 
 # ------------------------------------------------------------------------------------------ not the method: loading and saving
@@ -469,7 +468,7 @@ def load_config(folder):
     try:
         values = json.loads(Path(folder, "config.json").read_text())
         if missing := [f.name for f in dataclasses.fields(Config) if f.name not in values]:
-            raise UserError(f"lacks {', '.join(missing)}")
+            raise ValueError(f"lacks {', '.join(missing)}")
         return Config(**values)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder}: no model of ours here, or one without proper settings in config.json ({one_line(error)})") from None
@@ -480,7 +479,7 @@ def load_model(source, device="cpu", base=None):
 
     source: a folder that train.py wrote (its averaged weights); or weights that the paper's authors released: a file
     `checkpoint_<step>` (its ema_params1), a folder with such files (the last one), or a Hub id. Those tell the network's
-    sizes; all else comes from the Config `base`, by default the Hub id's preset or else owt_b, and is printed. Raises
+    sizes; all else comes from the Config `base`, by default the Hub id's preset or else owt_b: some is printed. Raises
     UserError where there is no model, a damaged one, or one whose weights are missing, unknown or misshapen.
     """
     path = find_weights(source)
@@ -490,9 +489,9 @@ def load_model(source, device="cpu", base=None):
     else:
         preset = {"ELF-M-owt-torch": "owt_m", "ELF-L-owt-torch": "owt_l"}.get(os.path.basename(source), "owt_b")
         cfg = dataclasses.replace(base or PRESETS[preset], **sizes)
-        untold = {name: getattr(cfg, name) for name in ("length", "latent_mean", "latent_std", "noise_scale", "decode_noise_scale")}
-        print(f"{path}: {sizes}; the rest is the preset's (--config), such as {untold}")
-    with torch.device("meta"):
+        assumed = {name: getattr(cfg, name) for name in ("length", "latent_mean", "latent_std", "noise_scale", "decode_noise_scale")}
+        print(f"{path}: {sizes}; the rest is the preset's (--config), such as {assumed}")
+    with torch.device("meta"):                                      # no memory, no initial draw: the weights come from the file
         model = ELF(cfg)
     try:
         model.load_state_dict(state, assign=True)
@@ -505,21 +504,22 @@ def find_weights(source):
     """The file that load_model reads for a source; what is on the Hub is downloaded first."""
     if not os.path.exists(source) and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         from huggingface_hub import snapshot_download
-        wanted = ["checkpoint_*", "config.json", "model.safetensors", "encoder/*"]
-        source = loaded("--model", source, lambda: snapshot_download(source, allow_patterns=wanted))
-    steps = [int(path.name[11:]) for path in Path(source).glob("checkpoint_*") if path.name[11:].isdecimal()]
+        wanted = ["checkpoint_*", "config.json", "model.safetensors"]
+        source = loaded("", source, lambda: snapshot_download(source, allow_patterns=wanted))
+    names = [path.name.removeprefix("checkpoint_") for path in Path(source).glob("checkpoint_*")]
+    steps = [int(name) for name in names if name.isdecimal()]
     return Path(source) if os.path.isfile(source) else Path(source, f"checkpoint_{max(steps)}" if steps else "model.safetensors")
 
 
-def loaded(option, source, load, kind=""):
+def loaded(option, source, load, hf_option=""):
     """load() of what lies at a path or on the Hub, failing in one line whatever the library raises."""
     try:
         return load()
     except Exception as error:
         if os.path.exists(source):
-            raise UserError(f"{option}={source}: cannot be loaded ({one_line(error.__cause__ or error)})") from None
-        raise UserError(f"{option}={source}: no such path, nor to be had from the Hub ({one_line(error, 120)}). Download it where there is a "
-                        f"network, `hf download {kind}{source} --local-dir FOLDER`, and give {option}=FOLDER") from None
+            raise UserError(f"{option}{source}: cannot be loaded ({one_line(error.__cause__ or error)})") from None
+        raise UserError(f"{option}{source}: no such path, nor to be had from the Hub ({one_line(error, 120)}). Download it where there "
+                        f"is a network, `hf download {hf_option}{source} --local-dir FOLDER`, and give {option}FOLDER") from None
 
 
 def read_weights(path):
@@ -533,7 +533,7 @@ def read_weights(path):
     except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         raise UserError(f"{path}: missing, cut off, or more than plain weights ({one_line(error)})") from None
     except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: neither ours nor a checkpoint of the released code: there is no {error} in it") from None
+        raise UserError(f"{path}: neither ours nor a checkpoint of the released code: {one_line(repr(error))}") from None
 
 
 def from_released(state):
@@ -559,9 +559,9 @@ class Encoder:
     @torch.no_grad()
     def encode(self, ids, cfg, sees=None):
         """ids (B, L) -> latents (B, L, D), normalised. sees (B, L or 1, L) bool: which positions each may look at (None: all)."""
-        if sees is not None:        # additive and 4-D: right under every attention backend, as a boolean or 3-D mask isn't
-            sees = torch.zeros(sees.shape, dtype=self.model.dtype, device=ids.device).masked_fill(~sees, torch.finfo(self.model.dtype).min)[:, None]
-        return (self.model(input_ids=ids, attention_mask=sees).last_hidden_state.float() - cfg.latent_mean) / cfg.latent_std
+        dtype = self.model.dtype    # the mask is additive and 4-D: right under every attention backend, as no other kind is
+        mask = None if sees is None else torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+        return (self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float() - cfg.latent_mean) / cfg.latent_std
 
     def save(self, folder):
         self.model.save_pretrained(folder)
@@ -569,7 +569,7 @@ class Encoder:
 
 
 def encoder_source(folder, cfg):
-    """Where a model's encoder is: in the folder that train.py wrote, or above it (snapshots), or else where cfg says."""
+    """Where a model's encoder is: in the folder that train.py wrote, or above it (for its step_N), or else where cfg says."""
     for place in (folder, os.path.dirname(os.path.abspath(folder))):
         if os.path.isdir(f"{place}/encoder"):
             return f"{place}/encoder"
@@ -581,9 +581,9 @@ def encoder_source(folder, cfg):
 def load_tokenizer(source):
     """The tokenizer of a folder or a Hub id. Where it has no end-of-sequence token, its separator ends a text."""
     from transformers import AutoTokenizer
-    tokenizer = loaded("--encoder", source, lambda: AutoTokenizer.from_pretrained(source))
+    tokenizer = loaded("--encoder=", source, lambda: AutoTokenizer.from_pretrained(source))
     tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
-    empty = len(tokenizer) < len(tokenizer.all_special_ids) + 3         # which transformers makes up where it finds no files
+    empty = len(tokenizer) < len(tokenizer.all_special_ids) + 3         # hardly more than control tokens: made up where there are no files
     if empty or not tokenizer.is_fast or tokenizer.eos_token is None or tokenizer.pad_token is None:
         raise UserError(f"--encoder={source}: no (fast) tokenizer in it, or one without a token for the end of a text or for padding")
     return tokenizer
@@ -597,4 +597,4 @@ def load_encoder(source, device="cpu", dtype="float32"):
     def load():
         known = type(AutoConfig.from_pretrained(source)) in MODEL_FOR_TEXT_ENCODING_MAPPING     # of a T5 the encoder alone
         return (AutoModelForTextEncoding if known else AutoModel).from_pretrained(source, dtype=getattr(torch, dtype))
-    return Encoder(loaded("--encoder", source, load).to(device), load_tokenizer(source))
+    return Encoder(loaded("--encoder=", source, load).to(device), load_tokenizer(source))

@@ -35,22 +35,22 @@ class Options:
     model: str = key("", "a folder that train.py wrote, or released weights: checkpoint_<step>, a folder with one, or a Hub id")
     config: str = key("", "preset for what released weights don't tell, such as the length (empty: by the Hub id, or owt_b)")
     encoder: str = key("", "folder or Hub id of the encoder, for its tokenizer (empty: the model's)")
-    n: int = key(8, "how many texts", least=1)
+    n: int = key(8, "how many texts", at_least=1)
     steps: str = key("", "steps from noise to data, not counting the decode call (empty: the model's sample_steps)")
     sampler: str = key("sde", "sde puts some noise back before each step, ode doesn't")
     gamma: str = key("", "how much noise an SDE step puts back (empty: the model's gamma)")
     w: str = key("", "guidance scale of self-conditioning, 1 is none (empty: the model's w)")
     grid: str = key("logit_normal", "the steps' times: logit_normal, uniform or quantile")
     sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back")
-    seed: int = key(0, "the same seed gives the same texts", least=0)
-    batch: int = key(128, "texts made together; the texts don't depend on it", least=1)
+    seed: int = key(0, "the same seed gives the same texts", at_least=0)
+    batch: int = key(128, "texts made together; the texts don't depend on it", at_least=1)
     out: str = key("", "write the texts to this .jsonl file")
     json: str = key("", "write the closing table to this .json file")
     data: str = key("", "a text file to compare the words with (empty: what the model was trained on, if it is there)")
     trace: bool = key(False, "show one text taking shape, step by step, changed tokens in [brackets]")
     plot: str = key("", "draw that as a picture, to this .png file")
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
-    dtype: str = key("float32", "precision of the network's blocks: float32 or bfloat16", choices=("float32", "bfloat16"))
+    dtype: str = key("float32", "precision of the network's blocks: float32 or bfloat16", one_of=("float32", "bfloat16"))
     compile: bool = key(False, "torch.compile: slow to start, then faster")
 
 SWEEPS = {"sampler": str, "steps": int, "gamma": float, "w": float, "grid": str, "sde_start": str}   # take comma lists
@@ -169,7 +169,7 @@ def accelerate(model, device, dtype, compile=False, checkpoint=False):
 
 
 def seeded(*numbers, device="cpu"):
-    """A generator of its own for each tuple of whole numbers."""
+    """A generator of its own for each tuple of whole numbers: seed, use (0 grid, 1 samples, 2 order, 3 training, 4 held out), ..."""
     return torch.Generator(device).manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
@@ -360,7 +360,7 @@ def main(argv):
         raise UserError("--out, --trace and --plot take one setting, not a sweep")
     tokenizer = elf.load_tokenizer(options.encoder or elf.encoder_source(options.model, cfg))
     if len(tokenizer) != cfg.vocab:
-        raise UserError(f"the model has {cfg.vocab} tokens, and the tokenizer of its encoder, {tokenizer.name_or_path}, has {len(tokenizer)}")
+        raise UserError(f"the model has {cfg.vocab} tokens, its encoder's tokenizer, {tokenizer.name_or_path}, has {len(tokenizer)}")
     if options.trace or options.plot:
         lines = list(trace(model, tokenizer, options.seed, **sweep[0]))
         print_trace(lines)

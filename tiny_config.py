@@ -212,7 +212,7 @@ def open_data(source):
         if not (found := [piece for file in files for piece in pieces(file)]):
             raise UserError(f"--data={source}: empty")
         return datasets.Dataset.from_list(found)
-    data = loaded("--data", files[0] if files else source,
+    data = loaded("--data=", files[0] if files else source,
                   lambda: datasets.load_dataset(*kinds, data_files=files) if files else open_folder(source), "--repo-type dataset ")
     if isinstance(data, dict):
         if "train" not in data and len(data) > 1:
@@ -298,8 +298,8 @@ class Rows:
         for row in found:
             strange = [i for i in row if i not in known]
             if strange or not 0 < len(row) <= length:
-                raise UserError(f"--data={self.cfg.data}: holds a row of {len(row)} token ids, {strange[:3] or 'none'} of them unknown; by --length "
-                                f"and the encoder's vocabulary a row has 1 to {length} ids from 0 to {known[-1]}")
+                raise UserError(f"--data={self.cfg.data}: holds a row of {len(row)} token ids, {strange[:3] or 'none'} of them unknown; by "
+                                f"--length and the encoder's vocabulary a row has 1 to {length} ids from 0 to {known[-1]}")
         return np.array([row + [self.tokenizer.pad_token_id] * (length - len(row)) for row in found])
 
 
@@ -373,10 +373,10 @@ def word_tokenizer(texts):
                                    mask_token="<mask>", unk_token="<unk>")
 
 
-def byte_tokenizer(texts, pieces):
-    """A byte-level BPE tokenizer of up to `pieces` tokens, trained on texts; it can spell any text."""
-    if pieces < 259:
-        raise UserError(f"--vocab={pieces}: must be at least 259, for 256 bytes and three control tokens")
+def byte_tokenizer(texts, vocab):
+    """A byte-level BPE tokenizer of up to `vocab` tokens, trained on texts; it can spell any text."""
+    if vocab < 259:
+        raise UserError(f"--vocab={vocab}: must be at least 259, for 256 bytes and three control tokens")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
     tokenizer = Tokenizer(models.BPE())
@@ -384,12 +384,12 @@ def byte_tokenizer(texts, pieces):
     tokenizer.decoder = decoders.ByteLevel()
     lines = (line[i:i + 1000] for text in texts for line in text.splitlines(keepends=True) for i in range(0, len(line), 1000))
     tokenizer.train_from_iterator(lines, trainers.BpeTrainer(
-        vocab_size=pieces, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
+        vocab_size=vocab, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
 
 
-def train_encoder(rows, tokenizer, cfg, masked=0.3):
+def train_encoder(rows, tokenizer, cfg, share=0.3):
     """Trains a small T5 encoder on rows (N, L) of token ids to guess masked tokens from their context.
 
     On real text it needs the long warmup; without it, it learns the tokens' frequencies and never looks at the context.
@@ -403,10 +403,10 @@ def train_encoder(rows, tokenizer, cfg, masked=0.3):
     optimizer, losses = torch.optim.AdamW(encoder.parameters(), cfg.encoder_lr), []
     for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
         clean = take(rows, torch.randint(len(rows), (batch,)))                          # (batch, L)
-        hidden = torch.rand(clean.shape) < masked
-        h = encoder(input_ids=clean.masked_fill(hidden, tokenizer.mask_token_id)).last_hidden_state
-        logits = F.linear(h[hidden] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled
-        loss = F.cross_entropy(logits, clean[hidden])
+        masked = torch.rand(clean.shape) < share
+        h = encoder(input_ids=clean.masked_fill(masked, tokenizer.mask_token_id)).last_hidden_state
+        logits = F.linear(h[masked] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled
+        loss = F.cross_entropy(logits, clean[masked])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(encoder.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = cfg.encoder_lr * min(1, (step + 1) / (cfg.encoder_warmup * steps)) * (1 - step / steps)

@@ -45,11 +45,11 @@ class Options:
     out_dir: str = key("", "folder to write to (empty: out/ and the preset's name)")
     resume: bool = key(False, "go on with the run in out_dir, with exactly the weights it would have had")
     init: str = key("", "start from these weights: whatever sample.py takes as --model")
-    dry_run: bool = key(False, "build everything, say how large it is, make one step on real data, write nothing")
-    keep: int = key(0, "keep the weights of every k-th checkpoint, in out_dir/step_N (0: only the last)", least=0)
-    micro_batch: int = key(0, "sequences that go through the network at once, in each process (0: its whole share of a batch)", least=0)
+    dry_run: bool = key(False, "build everything, say how large it is, make one step on real data, save no model")
+    keep: int = key(0, "keep the weights of every k-th checkpoint, in out_dir/step_N (0: only the last)", at_least=0)
+    micro_batch: int = key(0, "sequences that go through the network at once, in each process (0: its whole share of a batch)", at_least=0)
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
-    dtype: str = key("auto", "precision of the network's blocks: float32, bfloat16, or auto", choices=("auto", "float32", "bfloat16"))
+    dtype: str = key("auto", "precision of the network's blocks: float32, bfloat16, or auto", one_of=("auto", "float32", "bfloat16"))
     compile: bool = key(False, "torch.compile: slow to start, then faster")
     checkpoint_activations: bool = key(False, "compute activations twice instead of keeping them: less memory, a third more work")
 
@@ -72,7 +72,7 @@ def load_data(cfg, device, encoder=None):
         tokenizer = tokenizer or tiny_config.byte_tokenizer(tiny_config.texts(data), cfg.vocab)
         rows = tiny_config.token_rows(data, cfg, tokenizer)
         if len(rows) < 4:
-            raise UserError(f"--data={cfg.data}: {len(rows)} rows of --length={cfg.length} tokens are too few; four are needed, as three are held out")
+            raise UserError(f"--data={cfg.data}: {len(rows)} rows of --length={cfg.length} tokens are too few, it takes four")
         n_heldout = min(max(len(rows) // 20, 3), 1024)
         train, heldout = rows[:-n_heldout], rows[-n_heldout:]
     if encoder is None:
@@ -83,7 +83,7 @@ def load_data(cfg, device, encoder=None):
     return tiny_config.measure_latents(cfg, encoder, train) if cfg.latent_std == 0 else cfg, encoder, train, heldout
 
 
-@functools.lru_cache(2)
+@functools.lru_cache(2)                     # a batch may lie in two epochs
 def shuffled(n, epoch, seed):
     return torch.randperm(n, generator=seeded(seed, 2, epoch))
 
@@ -98,7 +98,7 @@ def batches(rows, cfg, first, rank=0, world=1, gpu=False):
     """From step `first` on, what a process gets of each batch: token ids (B / processes, L). For a GPU they are read ahead."""
     numbers = (batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank].tolist() for step in range(first, cfg.steps))
     return torch.utils.data.DataLoader(range(len(rows)), batch_sampler=numbers, collate_fn=functools.partial(tiny_config.take, rows),
-                                       num_workers=2 * gpu, pin_memory=gpu)
+                                       num_workers=2 if gpu else 0, pin_memory=gpu)
 
 
 # ------------------------------------------------------------------------------------------ optimiser
@@ -142,14 +142,14 @@ def share_out(function, x):
     if not dist.is_initialized():
         return function(x)
     n, world = len(x), dist.get_world_size()
-    x = F.pad(x, (0, 0, 0, 0, 0, -n % world))                                   # (m, rows, columns), m a multiple
+    x = F.pad(x, (0, 0, 0, 0, 0, -n % world))                                   # (m, rows, columns), m a multiple of world
     out = torch.empty_like(x)
     dist.all_gather_into_tensor(out, function(x.chunk(world)[dist.get_rank()]))
     return out[:n]
 
 
 def make_optimizers(model, cfg):
-    """Muon on the 2-D weights, Adam on biases, norms and learned tokens; each with its full learning rate."""
+    """Muon on the 2-D weights, Adam on biases, norms and learned tokens; as pairs (optimizer, largest rate)."""
     if cfg.optimizer == "adamw":
         return [(torch.optim.AdamW(model.parameters(), cfg.lr), cfg.lr)]
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -185,15 +185,15 @@ class Trainer:
         self.data = f"{len(rows)} {hashlib.sha256(some.numpy().tobytes()).hexdigest()}"             # tells data apart, by some rows
         self.micro = options.micro_batch or cfg.batch // world
         if cfg.batch % (self.micro * world) or self.micro < 3:
-            raise UserError(f"--batch={cfg.batch} on {world} processes, --micro_batch={options.micro_batch}: each process needs an equal share "
-                            "of the batch, in equal parts of at least 3")
+            raise UserError(f"--batch={cfg.batch} on {world} processes, --micro_batch={options.micro_batch}: each process needs an equal "
+                            "share of the batch, in equal parts of at least 3")
         self.model = elf.ELF(cfg).to(device)
         if options.init:
             self.start_from(options.init)
-        self.average = make_average(self.model, cfg.ema)
+        self.average = make_average(self.model, cfg.ema)            # a copy, before accelerate patches the blocks
         accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
         self.network = self.model
-        if world > 1:                   # only the training pass goes through DDP's hooks
+        if world > 1:                   # the training pass goes through DDP's hooks, the first guess doesn't
             self.network = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
             self.network.cfg, self.network.denoise = cfg, self.model.denoise
         self.optimizers = make_optimizers(self.model, cfg)
@@ -220,7 +220,7 @@ class Trainer:
     def load(self, folder):
         path = f"{folder}/state.pt"
         try:
-            if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():     # what torch.save writes, with sums
+            if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():     # a zip with checksums
                 raise ValueError("missing, cut off or altered")
             state = torch.load(path, map_location="cpu", weights_only=True)         # runs no code from the file
             self.model.load_state_dict(state["model"])
@@ -233,7 +233,7 @@ class Trainer:
         if data != self.data:
             raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
         if micro != self.micro and self.rank == 0:
-            print(f"note: {self.micro} sequences at once, {micro} before: other random numbers from here on; --micro_batch={micro} keeps them")
+            print(f"note: {self.micro} sequences at once, not {micro}: from here on other random numbers (--micro_batch={micro} keeps them)")
 
     def total(self, value):
         """The sum of a number or tensor over all processes, as a tensor."""
@@ -253,7 +253,7 @@ class Trainer:
                 # the random numbers depend on the seed, the step and the part of the whole batch, and on nothing else
                 draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
                 losses = self.loss(self.network, part, draws, n)
-                (self.world * losses[0]).backward()                 # DDP divides the gradients by their number
+                (self.world * losses[0]).backward()                 # DDP divides the gradients by the number of processes
             sums += torch.stack(losses).detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip).item()
         loss, mse, ce = self.total(sums).tolist()
@@ -277,7 +277,7 @@ class Trainer:
 
     @torch.no_grad()
     def heldout_loss(self, rows):
-        """MSE and CE of the averaged weights on up to four batches of held-out rows, with the same draws each time."""
+        """MSE and CE of the averaged weights on some held-out rows, up to four parts, with the same draws each time."""
         ids, losses = tiny_config.take(rows, range(min(4 * self.micro, len(rows)))).to(self.device), []
         for i, part in enumerate(ids.split(self.micro)):
             if len(part) >= 3:
@@ -358,10 +358,11 @@ def run_training(trainer, heldout, folder, again, keep):
 @contextlib.contextmanager
 def interrupts():
     """A list that collects Ctrl-C and SIGTERM, so that the step at hand ends and is saved; a second one ends the program at once."""
+    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
     def handle(number, frame):
         seen.append(number)
         signal.signal(number, before[number])
-    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for number in before:
             signal.signal(number, handle)
@@ -388,7 +389,7 @@ def settings(options, changes):
     saved = elf.load_config(folder)
     cfg = override(saved, changes)
     for name, value in dataclasses.asdict(cfg).items():
-        filled_in = value == 0 or name == "vocab" and cfg.encoder == "scratch"      # by the run, in its config.json
+        filled_in = value == 0 and name in ("vocab", "steps", "latent_std") or name == "vocab" and cfg.encoder == "scratch"
         if value != getattr(saved, name) and not filled_in and name not in ("data", "encoder"):     # these may have moved
             raise UserError(f"--{name}={value}: the run in {folder} has {getattr(saved, name)}, and --resume changes nothing")
     return dataclasses.replace(saved, data=cfg.data, encoder=cfg.encoder), folder, again
@@ -431,9 +432,9 @@ def main(argv):
     elif rank == 0 and not options.dry_run:
         start_folder(folder, trainer)
     if rank == 0:
-        print(f"{options.config}: {sum(p.numel() for p in trainer.model.parameters()):,} parameters on {world} x {device.type}; {len(rows):,} rows of "
-              f"{cfg.length:,} tokens; {cfg.batch * cfg.length:,} tokens a step, {len(rows) * cfg.length:,} an epoch of {len(rows) / cfg.batch:,.1f} "
-              f"steps; steps {trainer.step} to {cfg.steps}", flush=True)
+        size, tokens, epoch = sum(p.numel() for p in trainer.model.parameters()), len(rows) * cfg.length, len(rows) / cfg.batch
+        print(f"{options.config}: {size:,} parameters on {world} x {device.type}; {tokens:,} training tokens in {len(rows):,} rows, an epoch of "
+              f"{epoch:,.1f} steps of {cfg.batch * cfg.length:,} tokens; steps {trainer.step} to {cfg.steps}", flush=True)
     if options.dry_run:
         ids, began = next(iter(batches(rows, cfg, 0, rank, world))), time.time()
         figures = trainer.train_step(ids)
