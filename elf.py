@@ -97,7 +97,7 @@ class Config:
     clip: float = key(1.0, "largest norm of the gradient", above=0)
     ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average", at_least=0, below=1)
     seed: int = key(0, "the same seed gives the same weights", at_least=0)
-    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run)", at_least=0)
+    eval_every: int = key(0, "steps between held-out measures, samples and checkpoints (0: a tenth of the run, at most 1,000)", at_least=0)
     # sampling
     sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top", at_least=1)
     gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back", at_least=0)

@@ -113,8 +113,11 @@ def run(main, argv):
     try:
         main(argv)
     except UserError as error:
-        print("error:", str(error).split("UserError: ")[-1].strip(), file=sys.stderr)       # without a loader process's traceback
+        print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    except torch.OutOfMemoryError as error:
+        print(f"error: {elf.one_line(error)}; try a smaller --micro_batch (or --batch), or --checkpoint_activations", file=sys.stderr)
+        raise SystemExit(1) from None
     except BrokenPipeError:                                         # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -138,31 +141,32 @@ def pick_device(name):
 
 def connect(name):
     """(rank, number of processes, device): where torchrun started several, each has its own GPU and hears the others."""
-    rank, world, device = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)), pick_device(name)
-    if world > 1:
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-            torch.cuda.set_device(device)
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=datetime.timedelta(hours=6))        # the others wait while the first tokenises
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    own_gpu = world > 1 and torch.cuda.is_available() and name in ("auto", "cuda")
+    device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if own_gpu else name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:                                                       # the others wait while the first tokenises: hours
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=6))
     return rank, world, device
 
 
 def accelerate(model, device, dtype, compile=False, checkpoint=False):
-    """Lets the model's blocks run in bfloat16, compiled, or with their activations recomputed instead of kept.
+    """Lets the model's blocks run compiled, in bfloat16, or with their activations recomputed instead of kept.
 
     All else, the embeddings of t and w, the heads, the loss, stays in float32, and so do the weights, under the same names.
     """
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")                          # TF32
-    dtype = {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(dtype, dtype)
+        torch.set_float32_matmul_precision("high")                      # TF32
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     for block in model.blocks:
+        if compile:
+            block.forward = torch.compile(block.forward, dynamic=False)
         if dtype == "bfloat16":
             block.forward = torch.autocast(device.type, torch.bfloat16)(block.forward)
         if checkpoint:
             block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
-        if compile:
-            block.compile(dynamic=False)
 
 
 # ------------------------------------------------------------------------------------------ generation
@@ -258,7 +262,7 @@ def to_text(tokenizer, ids):
 def entropy(counts):
     """Entropy in nats of a Counter of tokens."""
     total = sum(counts.values())
-    return -sum(n / total * math.log(n / total) for n in counts.values())
+    return sum(n / total * math.log(total / n) for n in counts.values())
 
 
 def token_entropies(rows, eos):

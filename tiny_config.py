@@ -294,12 +294,12 @@ class Rows:
     def __getitem__(self, rows):
         if isinstance(rows, slice):
             return Rows(self.data.select(range(len(self))[rows]), self.cfg, self.tokenizer)
-        found, length, known = self.data[rows]["input_ids"], self.cfg.length, range(len(self.tokenizer))
+        found, length, vocab = self.data[rows]["input_ids"], self.cfg.length, len(self.tokenizer)
         for row in found:
-            strange = [i for i in row if i not in known]
-            if strange or not 0 < len(row) <= length:
+            if None in row or not 0 < len(row) <= length or min(row) < 0 or max(row) >= vocab:
+                strange = [i for i in row if i not in range(vocab)]
                 raise UserError(f"--data={self.cfg.data}: holds a row of {len(row)} token ids, {strange[:3] or 'none'} of them unknown; by "
-                                f"--length and the encoder's vocabulary a row has 1 to {length} ids from 0 to {known[-1]}")
+                                f"--length and the encoder's vocabulary a row has 1 to {length} ids from 0 to {vocab - 1}")
         return np.array([row + [self.tokenizer.pad_token_id] * (length - len(row)) for row in found])
 
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,13 +36,12 @@ import tiny_config
 from elf import UserError, key
 from sample import (accelerate, connect, generate, load_reference, measure, nearest, override, parse, plot_losses, run, seeded,
                     to_text)
-from tiny_config import PRESETS
 
 
 @dataclass(frozen=True)
 class Options:
     """Keys of a run, their defaults and meanings."""
-    config: str = key("", f"preset: {', '.join(PRESETS)}; every key of the second list changes one value of it")
+    config: str = key("", f"preset: {', '.join(tiny_config.PRESETS)}; every key of the second list changes one value of it")
     out_dir: str = key("", "folder to write to (empty: out/ and the preset's name)")
     resume: bool = key(False, "go on with the run in out_dir, with exactly the weights it would have had")
     init: str = key("", "start from these weights: whatever sample.py takes as --model")
@@ -57,10 +57,8 @@ class Options:
 
 
 def load_data(cfg, device, encoder=None):
-    """(cfg with its open values filled in, encoder, training rows, held-out rows); rows are arrays of token ids (N, L).
-
-    Without an encoder a small one is trained on the data.
-    """
+    """(cfg with vocabulary and latents' mean and std filled in, encoder, training rows, held-out rows); rows are arrays of
+    token ids (N, L). Without an encoder a small one is trained on the data."""
     data, tokenizer = None if cfg.data == "tiny" else tiny_config.open_data(cfg.data), encoder and encoder.tokenizer
     cfg = tiny_config.fit(cfg, encoder) if encoder else cfg
     if cfg.data == "tiny":
@@ -95,10 +93,15 @@ def batch_rows(step, batch, n, seed):
 
 
 def batches(rows, cfg, first, rank=0, world=1, gpu=False):
-    """From step `first` on, what a process gets of each batch: token ids (B / processes, L). For a GPU they are read ahead."""
-    numbers = (batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank].tolist() for step in range(first, cfg.steps))
-    return torch.utils.data.DataLoader(range(len(rows)), batch_sampler=numbers, collate_fn=functools.partial(tiny_config.take, rows),
-                                       num_workers=2 if gpu else 0, pin_memory=gpu)
+    """From step `first` on, what a process gets of each batch: token ids (B / processes, L), read one step ahead by a thread."""
+    def read(step):
+        ids = tiny_config.take(rows, batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank])
+        return ids.pin_memory() if gpu else ids
+    with ThreadPoolExecutor(1) as pool:
+        ahead = [pool.submit(read, first)]
+        for step in range(first, cfg.steps):
+            ahead.append(pool.submit(read, step + 1))
+            yield ahead.pop(0).result()
 
 
 # ------------------------------------------------------------------------------------------ optimiser
@@ -139,12 +142,12 @@ def orthogonal(g, steps=5):
 
 def share_out(function, x):
     """function(x) for x (n, rows, columns), each process computing its part of the n and getting the others'."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or len(x) < dist.get_world_size():
         return function(x)
     n, world = len(x), dist.get_world_size()
     x = F.pad(x, (0, 0, 0, 0, 0, -n % world))                                   # (m, rows, columns), m a multiple of world
     out = torch.empty_like(x)
-    dist.all_gather_into_tensor(out, function(x.chunk(world)[dist.get_rank()]))
+    dist.all_gather_into_tensor(out, function(x.chunk(world)[dist.get_rank()]).contiguous())
     return out[:n]
 
 
@@ -185,8 +188,7 @@ class Trainer:
         self.data = f"{len(rows)} {hashlib.sha256(some.numpy().tobytes()).hexdigest()}"             # tells data apart, by some rows
         self.micro = options.micro_batch or cfg.batch // world
         if cfg.batch % (self.micro * world) or self.micro < 3:
-            raise UserError(f"--batch={cfg.batch} on {world} processes, --micro_batch={options.micro_batch}: each process needs an equal "
-                            "share of the batch, in equal parts of at least 3")
+            raise UserError(f"--batch={cfg.batch}: must be a multiple of {world} processes x --micro_batch={self.micro}, which is at least 3")
         self.model = elf.ELF(cfg).to(device)
         if options.init:
             self.start_from(options.init)
@@ -258,8 +260,7 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip).item()
         loss, mse, ce = self.total(sums).tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):      # before it reaches the weights
-            raise SystemExit(f"step {self.step + 1} has loss {loss} and gradient norm {norm}: not finite. "
-                             "The last good checkpoint is kept; start anew with a smaller --lr and another --out_dir")
+            raise SystemExit(f"step {self.step + 1}: loss {loss}, gradient norm {norm}. The last checkpoint is kept; try a smaller --lr")
         for optimizer, lr in self.optimizers:
             optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
             optimizer.step()
@@ -319,7 +320,7 @@ class Log:
 def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
     cfg, tokenizer, first, began, main = trainer.cfg, trainer.encoder.tokenizer, trainer.step, time.time(), trainer.rank == 0
-    eval_every, log = cfg.eval_every or max(cfg.steps // 10, 1), Log(folder, trainer.step) if main else None
+    eval_every, log = cfg.eval_every or min(max(cfg.steps // 10, 1), 1000), Log(folder, trainer.step) if main else None
     reference = load_reference(cfg, tokenizer, "", 256) or (
         [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
     bar = tqdm(total=cfg.steps, initial=first, disable=None if main else True, unit="step")     # a bar on terminals only
@@ -338,31 +339,31 @@ def run_training(trainer, heldout, folder, again, keep):
                     log.write({"step": step} | figures)
                     if bar.disable:
                         print(f"step {step}/{cfg.steps}: {line}, {(cfg.steps - step) / rate / 60:.1f} minutes to go", flush=True)
+                if step % eval_every == 0 or last or stop:
+                    trainer.save(folder)
                 if step % eval_every == 0 or last:
                     n, steps = (256, cfg.sample_steps) if last else (32, 16)
                     rows = generate(trainer.average.module, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
                     texts = [to_text(tokenizer, row) for row in rows]
                     log.show(step, trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts)
-                if step % eval_every == 0 or last or stop:
-                    trainer.save(folder)
                 if keep and step % (keep * eval_every) == 0:
                     os.makedirs(f"{folder}/step_{step}", exist_ok=True)
                     elf.save_model(f"{folder}/step_{step}", trainer.average.module.state_dict(), cfg)
-            if stop and not last:
+            if stop and not last and trainer.total(1).item():       # the others wait for the first, which saves
                 raise SystemExit(f"stopped at step {step}, which is saved; to go on: {again}")
     if main:
         bar.close()
         plot_losses(log.entries, f"{folder}/loss.png")
+        print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
 
 @contextlib.contextmanager
 def interrupts():
     """A list that collects Ctrl-C and SIGTERM, so that the step at hand ends and is saved; a second one ends the program at once."""
-    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
+    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", 15))}
     def handle(number, frame):
         seen.append(number)
-        signal.signal(number, before[number])
+        "LOCAL_RANK" in os.environ or signal.signal(number, before[number])         # torchrun passes a signal on, so it may come twice
     try:
         for number in before:
             signal.signal(number, handle)
@@ -374,8 +375,8 @@ def interrupts():
 
 def settings(options, changes):
     """(Config of the run, its folder, the command that resumes it) from the command line."""
-    if options.config not in PRESETS:
-        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, PRESETS)}")
+    if options.config not in tiny_config.PRESETS:
+        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, tiny_config.PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
     processes, machine = os.environ.get("LOCAL_WORLD_SIZE"), ("device", "dtype", "compile", "micro_batch", "checkpoint_activations", "keep")
     again = shlex.join((["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"])
@@ -385,7 +386,7 @@ def settings(options, changes):
         if not options.dry_run and (os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder)):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
         os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
-        return override(PRESETS[options.config], changes), folder, again
+        return override(tiny_config.PRESETS[options.config], changes), folder, again
     saved = elf.load_config(folder)
     cfg = override(saved, changes)
     for name, value in dataclasses.asdict(cfg).items():
@@ -437,13 +438,12 @@ def main(argv):
               f"{epoch:,.1f} steps of {cfg.batch * cfg.length:,} tokens; steps {trainer.step} to {cfg.steps}", flush=True)
     if options.dry_run:
         ids, began = next(iter(batches(rows, cfg, 0, rank, world))), time.time()
-        figures = trainer.train_step(ids)
-        memory = f", at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB on the GPU" if device.type == "cuda" else ""
-        print(f"one step: {figures}, {time.time() - began:.1f} s{memory}; no model was written")
+        print(f"one step: {trainer.train_step(ids)}, {time.time() - began:.1f} s, at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB "
+              "of GPU memory; no model was written")
     else:
         run_training(trainer, heldout, folder, again, options.keep)
-        if rank == 0:
-            print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
+    if world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
