@@ -246,7 +246,9 @@ def test_what_is_no_released_checkpoint_is_refused(tmp_path, capsys):
     for content in (b"", b"nonsense", write_released(path, golden_state()).read_bytes()[:5000]):
         path.write_bytes(content)
         assert "checkpoint_1" in refused(capsys, sample, f"--model={path}")
-    line = refused(capsys, sample, "--model=embedded-language-flows/ELF-B-owt-torch")     # no network
+    write_released(path, golden_state())
+    assert "--encoder=FOLDER" in refused(capsys, sample, f"--model={path}")               # no network, so no T5 tokenizer
+    line = refused(capsys, sample, "--model=embedded-language-flows/ELF-B-owt-torch")
     assert "hf download embedded-language-flows/ELF-B-owt-torch" in line and "give FOLDER" in line
 
 
@@ -591,6 +593,17 @@ def test_muon_has_the_matrices_and_adam_the_rest():
         assert (id(p) in in_muon) == (p.ndim == 2) and (id(p) in in_adam) == (p.ndim != 2), name
 
 
+def test_the_unembedding_has_the_released_scale():
+    """[out, in] like all others, so that Muon's scale is sqrt(V / D), 7.9 for the full size, and not 1."""
+    assert ELF(GOLDEN).unembed.weight.shape == (GOLDEN.vocab, GOLDEN.latent_dim)
+    grad = torch.randn(GOLDEN.vocab, GOLDEN.latent_dim, generator=seeded(0))
+    weight = nn.Parameter(torch.zeros_like(grad))
+    weight.grad = grad
+    train.Muon([weight], lr=1.0, momentum=0.0).step()
+    ratio = weight.detach() / train.orthogonal(grad[None])[0]
+    torch.testing.assert_close(ratio, torch.full_like(ratio, -math.sqrt(11 / 8)))
+
+
 def test_schedule():
     cfg = Config(steps=100, warmup=0.1, cooldown=0.3)
     rates = [train.schedule(step, cfg) for step in range(100)]
@@ -610,6 +623,17 @@ def test_average_is_warmed_up():
         want = float(n) if want is None else decay * want + (1 - decay) * n
     assert average.module.weight.item() == pytest.approx(want, rel=1e-5)
     assert want > 20
+
+
+def test_batches_read_ahead_are_the_same():
+    """As on a GPU, but for the pinned memory."""
+    rows, cfg = torch.arange(40).reshape(20, 2).numpy(), Config(batch=6, steps=7, length=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+        ahead = [list(train.batches(rows, cfg, 2, rank, 2, gpu=True)) for rank in (0, 1)]
+    plain = list(train.batches(rows, cfg, 2))
+    assert len(plain) == 5 and torch.equal(torch.stack(plain), torch.cat([torch.stack(part) for part in ahead], dim=1))
+    assert torch.equal(plain[0], tiny_config.take(rows, train.batch_rows(2, 6, 20, 0)))
 
 
 def test_batches_run_through_every_row_once_an_epoch_in_a_new_order():
@@ -957,6 +981,8 @@ def test_training_starts_from_given_weights(run_folder, tmp_path, capsys):
         trainer = trainer_of(run_folder, options=train.Options(init=str(source)))
         assert_same(dict(trainer.model.state_dict()), dict(model.state_dict()))
         assert_same(dict(trainer.average.module.state_dict()), dict(model.state_dict()))
+    sample.main([f"--model={released}", f"--encoder={run_folder}/encoder", "--config=tiny", "--n=1", "--steps=2"])
+    assert "'length': 25" in capsys.readouterr().out
     for change, word in (({"depth": 2}, "blocks.1"), ({"latent_std": 3.0}, "latent_std")):
         with pytest.raises(elf.UserError, match=word):
             trainer_of(run_folder, options=train.Options(init=str(run_folder)), **change)

@@ -93,15 +93,18 @@ def batch_rows(step, batch, n, seed):
 
 
 def batches(rows, cfg, first, rank=0, world=1, gpu=False):
-    """From step `first` on, what a process gets of each batch: token ids (B / processes, L), read one step ahead by a thread."""
+    """From step `first` on, what a process gets of each batch: token ids (B / processes, L)."""
     def read(step):
         ids = tiny_config.take(rows, batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank])
         return ids.pin_memory() if gpu else ids
-    with ThreadPoolExecutor(1) as pool:
-        ahead = [pool.submit(read, first)]
+    if not gpu:                                 # on a CPU a second thread would halve the speed of the first
+        yield from map(read, range(first, cfg.steps))
+        return
+    with ThreadPoolExecutor(1) as pool:         # reads one step ahead
+        ahead = pool.submit(read, first)
         for step in range(first, cfg.steps):
-            ahead.append(pool.submit(read, step + 1))
-            yield ahead.pop(0).result()
+            ids, ahead = ahead.result(), pool.submit(read, step + 1)
+            yield ids
 
 
 # ------------------------------------------------------------------------------------------ optimiser
@@ -124,8 +127,7 @@ class Muon(torch.optim.Optimizer):
                 moments = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
                 torch._foreach_lerp_(moments, list(grads), 1 - group["momentum"])
                 update = share_out(orthogonal, grads.lerp(torch.stack(moments), group["momentum"]))     # Nesterov
-                scale = math.sqrt(max(1, fan_out / fan_in))
-                torch._foreach_add_(params, list(update), alpha=-group["lr"] * scale)
+                torch._foreach_add_(params, list(update), alpha=-group["lr"] * math.sqrt(max(1, fan_out / fan_in)))
 
 
 def orthogonal(g, steps=5):
@@ -250,8 +252,7 @@ class Trainer:
         n = self.total((ids != self.pad).sum())                     # counted positions of the whole batch
         sums = torch.zeros(3, device=self.device)
         for i, part in enumerate(parts):
-            last = i == len(parts) - 1
-            with contextlib.nullcontext() if last or self.world == 1 else self.network.no_sync():
+            with contextlib.nullcontext() if self.world == 1 or part is parts[-1] else self.network.no_sync():
                 # the random numbers depend on the seed, the step and the part of the whole batch, and on nothing else
                 draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
                 losses = self.loss(self.network, part, draws, n)
@@ -279,11 +280,10 @@ class Trainer:
     @torch.no_grad()
     def heldout_loss(self, rows):
         """MSE and CE of the averaged weights on some held-out rows, up to four parts, with the same draws each time."""
-        ids, losses = tiny_config.take(rows, range(min(4 * self.micro, len(rows)))).to(self.device), []
-        for i, part in enumerate(ids.split(self.micro)):
-            if len(part) >= 3:
-                draws = elf.draw(self.cfg, len(part), seeded(self.cfg.seed, 4, i, device=self.device))
-                losses.append(self.loss(self.average.module, part, draws))
+        ids = tiny_config.take(rows, range(min(4 * self.micro, len(rows)))).to(self.device)
+        parts = [part for part in ids.split(self.micro) if len(part) >= 3]
+        draws = [elf.draw(self.cfg, len(part), seeded(self.cfg.seed, 4, i, device=self.device)) for i, part in enumerate(parts)]
+        losses = [self.loss(self.average.module, *inputs) for inputs in zip(parts, draws)]
         _, mse, ce = torch.tensor(losses).mean(0).tolist()
         return {"heldout_mse": mse, "heldout_ce": ce}
 
