@@ -1018,6 +1018,11 @@ def test_bfloat16_is_for_the_blocks_alone(run_folder):
     plain = trainer_of(run_folder)
     high = [plain.train_step(ids)["loss"] for _ in range(5)]
     assert low == pytest.approx(high, rel=0.02) and low != high
+    alone = ELF(trainer.cfg)                                         # the averaged model runs its own weights, in float32
+    alone.load_state_dict(trainer.average.module.state_dict())
+    z, w = torch.randn(1, 25, 16, generator=seeded(0)), torch.ones(1)
+    torch.nn.init.normal_(trainer.model.blocks[0].attn.qkv.weight)
+    assert torch.equal(alone.decode(z, w), trainer.average.module.decode(z, w))
 
 
 @pytest.mark.slow
@@ -1232,6 +1237,7 @@ def make_encoder(kind, folder, **changes):
         tokenizer, sizes = tiny_config.byte_tokenizer([TEXT], 280), {"vocab_size": 320, "d_model": 16, "d_kv": 8, "d_ff": 32, **changes}
         whole = transformers.T5ForConditionalGeneration if kind == "whole t5" else transformers.T5EncoderModel
         model = whole(transformers.T5Config(**sizes, num_heads=2, num_layers=2, pad_token_id=0, eos_token_id=1))
+    transformers.logging.disable_progress_bar()
     elf.Encoder(model, tokenizer).save(folder)
     return str(folder)
 

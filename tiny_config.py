@@ -394,7 +394,8 @@ def train_encoder(rows, tokenizer, cfg, share=0.3):
 
     On real text it needs the long warmup; without it, it learns the tokens' frequencies and never looks at the context.
     """
-    from transformers import T5Config, T5EncoderModel
+    from transformers import T5Config, T5EncoderModel, logging
+    logging.disable_progress_bar()
     torch.manual_seed(cfg.seed)
     width, steps, batch = cfg.latent_dim, cfg.encoder_steps, max(1600 // cfg.length, 1)
     encoder = T5EncoderModel(T5Config(
