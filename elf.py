@@ -57,7 +57,7 @@ def check(settings):
 class Config:
     """The method and its training. The defaults are the paper's ELF-B on OpenWebText (tables 6, 7 and 9)."""
     # data and encoder
-    data: str = key("embedded-language-flows/openwebtext-t5", "`tiny`, Hub id, folder, address, or files (.txt, .jsonl, .parquet; also *)")
+    data: str = key("embedded-language-flows/openwebtext-t5", "`tiny`, Hub id, folder, address, or files (.txt, .jsonl, .parquet, .csv; *)")
     encoder: str = key("google-t5/t5-small", "frozen encoder: Hub id, folder, or `scratch` to train a small one on the data first")
     encoder_dtype: str = key("float32", "the encoder's precision: float32 or bfloat16", one_of=("float32", "bfloat16"))
     encoder_steps: int = key(400, "how long to train the encoder, where it is `scratch`", at_least=1)
@@ -516,8 +516,8 @@ def loaded(option, source, load, hf_option=""):
     try:
         return load()
     except Exception as error:
-        if os.path.exists(source):
-            raise UserError(f"{option}{source}: cannot be loaded ({one_line(error.__cause__ or error)})") from None
+        if os.path.exists(source) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source):       # no Hub id, by its looks
+            raise UserError(f"{option}{source}: no such path, or not to be loaded ({one_line(error.__cause__ or error)})") from None
         raise UserError(f"{option}{source}: no such path, nor to be had from the Hub ({one_line(error, 120)}). Download it where there "
                         f"is a network, `hf download {hf_option}{source} --local-dir FOLDER`, and give {option}FOLDER") from None
 

@@ -1497,6 +1497,24 @@ def test_wrong_files_and_folders_are_refused(tmp_path, capsys, caplog, encoders)
         assert not os.path.exists("out/tiny_text")
 
 
+def test_a_csv_file_is_a_table(tmp_path):
+    (tmp_path / "a.csv").write_text('id,text\n1,"the sun, and\nthe moon"\n2,hill\n')
+    assert list(tiny_config.texts(tiny_config.open_data(f"{tmp_path}/a.csv"))) == ["the sun, and\nthe moon", "hill"]
+
+
+def test_a_mistyped_path_is_not_taken_for_a_hub_id(capsys):
+    for argv in (["--data=/no/text.txt"], ["--data=no*.txt"], ["--data=tiny", "--encoder=./no/such/folder"]):
+        line = refused(capsys, train, "--config=tiny_text", *argv)
+        assert "no such path" in line and "hf download" not in line
+
+
+def test_the_readmes_python_example_runs(run_folder, capsys):
+    example = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    assert "out/tiny" in example
+    exec(example.replace("out/tiny", str(run_folder)), {})
+    assert capsys.readouterr().out.startswith("['")
+
+
 # ------------------------------------------------------------------------------- what the README says, in full (slow)
 
 

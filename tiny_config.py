@@ -144,7 +144,7 @@ def story_rows(tokenizer, length):
 # flat file of documents, an EOS behind each; row i is a slice of it. So packing loses only the last, incomplete row,
 # a row may hold parts of several documents, and the memory doesn't grow with the data.
 
-TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}     # files that hold rows; all others are text
+TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}     # files that hold rows; all others are text
 
 
 def local_path(path):

@@ -149,7 +149,7 @@ def share_out(function, x):
     n, world = len(x), dist.get_world_size()
     x = F.pad(x, (0, 0, 0, 0, 0, -n % world))                                   # (m, rows, columns), m a multiple of world
     out = torch.empty_like(x)
-    dist.all_gather_into_tensor(out, function(x.chunk(world)[dist.get_rank()]).contiguous())
+    dist.all_gather(list(out.chunk(world)), function(x.chunk(world)[dist.get_rank()]).contiguous())
     return out[:n]
 
 
