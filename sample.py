@@ -323,11 +323,13 @@ def settings(options, cfg):
     found = []
     for combination in itertools.product(*lists):
         how = dict(zip(SWEEPS, combination))
-        for name, ok in (("steps", how["steps"] >= 1), ("gamma", how["gamma"] >= 0), ("w", how["w"] > 0),
-                         ("sampler", how["sampler"] in ("ode", "sde")), ("sde_start", how["sde_start"] in ("paper", "released")),
-                         ("grid", how["grid"] in ("logit_normal", "uniform", "quantile"))):
+        for name, ok, takes in (
+                ("steps", how["steps"] >= 1, "1 or more"), ("gamma", how["gamma"] >= 0, "0 or more"), ("w", how["w"] > 0, "more than 0"),
+                ("sampler", how["sampler"] in ("ode", "sde"), "ode or sde"),
+                ("sde_start", how["sde_start"] in ("paper", "released"), "paper or released"),
+                ("grid", how["grid"] in ("logit_normal", "uniform", "quantile"), "logit_normal, uniform or quantile")):
             if not ok:
-                raise UserError(f"--{name}={how[name]}: see --help for what it takes")
+                raise UserError(f"--{name}={how[name]}: takes {takes}")
         if how["sampler"] == "ode":                         # which has no noise: don't sample the same thing twice
             how |= {"gamma": 0.0, "sde_start": "paper"}
         if how not in found:

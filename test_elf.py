@@ -1093,7 +1093,7 @@ def test_bad_text_files_are_refused(tmp_path, capsys, content, word):
 
 @pytest.mark.parametrize("argv, words", [
     ([], ["--model"]), (["--model=/no/such/folder"], ["/no/such/folder"]), (["--model={}", "--steps=4,x"], ["steps", "x"]),
-    (["--model={}", "--steps=0"], ["steps"]), (["--model={}", "--sampler=heun"], ["sampler", "heun"]), (["--model={}", "--w=0"], ["w"]),
+    (["--model={}", "--steps=0"], ["steps"]), (["--model={}", "--sampler=heun"], ["sampler", "heun", "ode or sde"]), (["--model={}", "--w=0"], ["w"]),
     (["--model={}", "--n=0"], ["n"]), (["--model={}", "--step=3"], ["step", "steps"]), (["--model={}", "--out=/no/such/x.jsonl"], ["/no/such"]),
     (["--model={}", "--steps=1,2", "--out=x.jsonl"], ["--out"]), (["--model={}", "--seed=-1"], ["seed"]), (["--model={}", "--out={}"], ["--out"]),
     (["--model={}", "--trace", "--json=x.json"], ["--trace", "--json"]), (["--model={}", "--plot=x.abc"], [".png"]),

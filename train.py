@@ -335,7 +335,7 @@ def run_training(trainer, heldout, folder, again, keep):
                 line = f"mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {figures['tokens_per_s']:,} tokens/s"
                 bar.update()
                 bar.set_postfix_str(line)
-                if step % max(cfg.steps // 50, 1) == 0 or last:
+                if step % min(max(cfg.steps // 50, 1), 100) == 0 or last:
                     log.write({"step": step} | figures)
                     if bar.disable:
                         print(f"step {step}/{cfg.steps}: {line}, {(cfg.steps - step) / rate / 60:.1f} minutes to go", flush=True)
