@@ -164,8 +164,8 @@ class Attention(nn.Module):
 
     def forward(self, h, rope):                                                 # (B, N, H)
         q, k, v = rearrange(self.qkv(h), "b n (three heads d) -> three b heads n d", three=3, heads=self.heads)
-        q, k = rotate(self.q_norm(q.float()), rope), rotate(self.k_norm(k.float()), rope)   # float32, until autocast
-        out = F.scaled_dot_product_attention(q, k, v)                           # casts it back; (B, heads, N, head_dim)
+        q, k = rotate(self.q_norm(q.float()), rope), rotate(self.k_norm(k.float()), rope)   # in float32
+        out = F.scaled_dot_product_attention(q, k, v)                           # (B, heads, N, head_dim)
         return self.proj(rearrange(out, "b heads n d -> b n (heads d)"))
 
 
@@ -425,8 +425,8 @@ def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", g
     """Carries z (B, L, D), cfg.noise_scale times standard noise, along grid (steps + 1,) to t = 1; returns it there.
 
     sampler: `ode`, or `sde`, which before every network call but the last mixes in new noise, and so takes t back to
-    (1 - gamma dt) t. gamma >= 0; at 0 it is the ODE. w: guidance scale of self-conditioning, trained on [cfg.w_min, cfg.w_max], 1 is
-    none. sde_start: an SDE step starts from the state before going back (`paper`, Alg. 6) or after (`released`).
+    (1 - gamma dt) t; gamma >= 0, at 0 it is the ODE. w: guidance scale of self-conditioning, trained on [cfg.w_min,
+    cfg.w_max], 1 is none. sde_start: an SDE step starts from the state before (`paper`, Alg. 6) or after (`released`).
     generator: a CPU torch.Generator, or a list with one per example, so that no sample depends on its batch.
     Makes len(grid) - 1 network calls. Raises ValueError on an unknown sampler or sde_start.
     """

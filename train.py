@@ -363,7 +363,7 @@ def interrupts():
     seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", 15))}
     def handle(number, frame):
         seen.append(number)
-        "LOCAL_RANK" in os.environ or signal.signal(number, before[number])         # torchrun passes a signal on, so it may come twice
+        signal.signal(number, handle if "LOCAL_RANK" in os.environ else before[number])     # torchrun may pass one on a second time
     try:
         for number in before:
             signal.signal(number, handle)
