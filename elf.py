@@ -31,15 +31,12 @@ from torch import Tensor, nn
 
 # ------------------------------------------------------------------------------------------ configuration
 
-
 class UserError(ValueError):
     """Something the user gave is wrong: the programs print it as one line and exit with 2."""
-
 
 def key(default, meaning, **limits):
     """A setting, with what `--help` says of it, and its limits: at_least, above, below, one_of."""
     return field(default=default, metadata={"help": meaning, **limits})
-
 
 def check(settings):
     """Raises UserError where a setting is not of its type or not within its limits."""
@@ -51,7 +48,6 @@ def check(settings):
         for limit, holds in rules.items():
             if limit in limits and not holds(value, limits[limit]):
                 raise UserError(f"{f.name}={value}: must be {limit.replace('_', ' ')} {limits[limit]}")
-
 
 @dataclass(frozen=True)
 class Config:
@@ -111,7 +107,6 @@ class Config:
             if not ok:
                 raise UserError(f"{name}={getattr(self, name)}: {rule}")
 
-
 PRESETS = {         # the warmup is half an epoch in all of them
     "owt_b": Config(),
     "owt_m": Config(hidden=1056, depth=24, heads=16, epochs=4.0, warmup=0.125),
@@ -119,7 +114,6 @@ PRESETS = {         # the warmup is half an epoch in all of them
 }
 
 # ------------------------------------------------------------------------------------------ the network
-
 
 class ValueEmbed(nn.Module):
     """A number per example (t or w) -> a vector: 256 sinusoids of the raw value, then a small MLP."""
@@ -135,7 +129,6 @@ class ValueEmbed(nn.Module):
         wave = torch.cat([angle.cos(), angle.sin()], dim=-1)                    # (B, 256)
         return self.mlp_2(F.silu(self.mlp_0(wave)))                             # (B, H)
 
-
 def rope_table(n_control, length, head_dim, device):
     """cos and sin of rotary position embedding, each (N, head_dim / 2), with angle 0 at the control tokens in front."""
     frequency = 10000 ** (-torch.arange(0, head_dim, 2, device=device) / head_dim)
@@ -143,13 +136,11 @@ def rope_table(n_control, length, head_dim, device):
     angle = F.pad(angle, (0, 0, n_control, 0))                                  # (N, head_dim / 2)
     return angle.cos(), angle.sin()
 
-
 def rotate(q, rope):
     """Turns each adjacent pair of channels of q, or k, (B, heads, N, head_dim) by the angle of its position."""
     cos, sin = rope
     a, b = q.unflatten(-1, (-1, 2)).unbind(-1)                                  # (B, heads, N, head_dim / 2)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)     # (B, heads, N, head_dim)
-
 
 class Attention(nn.Module):
     """Bidirectional self-attention without a mask; RMSNorm on queries and keys."""
@@ -168,7 +159,6 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v)                           # (B, heads, N, head_dim)
         return self.proj(rearrange(out, "b heads n d -> b n (heads d)"))
 
-
 class SwiGLU(nn.Module):
     """The feed-forward layer, (B, N, H) -> (B, N, H)."""
 
@@ -181,7 +171,6 @@ class SwiGLU(nn.Module):
     def forward(self, h):
         gate, value = self.w12(h).chunk(2, dim=-1)
         return self.w3(F.silu(gate) * value)
-
 
 class Block(nn.Module):
     """One layer of the transformer, (B, N, H) -> (B, N, H)."""
@@ -196,7 +185,6 @@ class Block(nn.Module):
     def forward(self, h, rope):
         h = h + self.attn(self.norm1(h), rope)
         return h + self.mlp(self.norm2(h))
-
 
 class ELF(nn.Module):
     """The network: a transformer over [time | guidance | mode | sequence] tokens, with two heads. Its parts have the
@@ -268,15 +256,12 @@ class ELF(nn.Module):
         h = self.trunk(z, t, x_prev, w, decode)
         return self.final_layer(h[~decode]), self.decode_head(h[decode])
 
-
 # ------------------------------------------------------------------------------------------ the path
 # One line each; the loss and both samplers are built from these three.
-
 
 def corrupt(x, t, noise):
     """The path (Sec. 3.1), z = t x + (1 - t) noise; x, noise (B, L, D), the noise scaled; t (B, L), or (B, 1) by sequence."""
     return t[..., None] * x + (1 - t[..., None]) * noise
-
 
 def velocity(x_hat, z, t, floor):
     """The x -> v converter, v = (x_hat - z) / max(1 - t, floor); x_hat and z (B, L, D), t (B,).
@@ -285,14 +270,11 @@ def velocity(x_hat, z, t, floor):
     """
     return (x_hat - z) / (1 - t).clamp(min=floor)[:, None, None]
 
-
 def euler(z, x_hat, t, t_next, floor):
     """One Euler step (Alg. 5) from t (B,) to t_next (B,), z + (t_next - t) v; z and x_hat (B, L, D)."""
     return z + (t_next - t)[:, None, None] * velocity(x_hat, z, t, floor)
 
-
 # ------------------------------------------------------------------------------------------ the loss
-
 
 class Draws(NamedTuple):
     """Every random number of a training step."""
@@ -302,7 +284,6 @@ class Draws(NamedTuple):
     w: Tensor           # (B,) guidance scale
     p: Tensor           # (B, L) how clean each token of a decode example is
     eps: Tensor         # (B, L, D) standard Gaussian noise
-
 
 def draw(cfg, batch, generator):
     """The Draws of a batch of at least 3 (App. C.1). Counts are fixed, who gets which role is random: decode_share
@@ -319,7 +300,6 @@ def draw(cfg, batch, generator):
         p=torch.sigmoid(cfg.p_mean + cfg.p_std * torch.randn(batch, cfg.length, **how)),
         eps=torch.randn(batch, cfg.length, cfg.latent_dim, **how))
 
-
 def guidance_target(v, v_sc, v_no, w):
     """Eq. (5), v + (1 - 1/w) (v_sc - v_no): the network learns the guided velocity, so sampling needs no second pass.
 
@@ -327,7 +307,6 @@ def guidance_target(v, v_sc, v_no, w):
     (B, L, D); w (B,) is the guidance scale, 1 leaves v as it is.
     """
     return v + (1 - 1 / w)[:, None, None] * (v_sc - v_no)
-
 
 def flow_loss(model, x, ids, counted, draws, n=None):
     """The training loss (Algs. 1 and 3): velocity MSE, Eq. (1), and cross-entropy, Eq. (2), on the two kinds of example.
@@ -363,9 +342,7 @@ def flow_loss(model, x, ids, counted, draws, n=None):
     total = cfg.decode_share / share * ce.sum() + (1 - cfg.decode_share) / (1 - share) * se.sum()
     return total / (counted.sum() if n is None else n), se.mean(), ce.mean()
 
-
 # ------------------------------------------------------------------------------------------ the samplers
-
 
 def time_grid(cfg, steps, kind="logit_normal", generator=None):
     """A grid (steps + 1,) of times from 0 to 1, steps >= 1. Raises ValueError on an unknown kind.
@@ -384,14 +361,12 @@ def time_grid(cfg, steps, kind="logit_normal", generator=None):
         raise ValueError(f"grid={kind}: takes logit_normal, quantile or uniform")
     return torch.cat([torch.zeros(1), inner, torch.ones(1)])
 
-
 def gaussian(like, generator):
     """Standard Gaussian noise of the shape of `like`, from one generator or from a list with one per example."""
     if isinstance(generator, list):
         assert len(generator) == len(like), "one generator for each example"
         return torch.stack([torch.randn(like.shape[1:], generator=g) for g in generator]).to(like.device)
     return torch.randn(like.shape, generator=generator).to(like.device)
-
 
 @torch.no_grad()
 def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
@@ -420,7 +395,6 @@ def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper
         z = euler(z, x_hat, t, t_next, cfg.t_floor)
         yield grid[step].item(), z, x_hat
 
-
 def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
     """Carries z (B, L, D), cfg.noise_scale times standard noise, along grid (steps + 1,) to t = 1; returns it there.
 
@@ -434,34 +408,28 @@ def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", g
         pass
     return z
 
-
 @torch.no_grad()
 def decode_ids(model, z, w=1.0):
     """The last network call: z (B, L, D) at t = 1 -> token ids (B, L), the likeliest at each position."""
     return model.decode(z, z.new_full((len(z),), w)).argmax(-1)
 
-
 # ------------------------------------------------------------------------------------------ not the method: loading and saving
-
 
 def one_line(error, limit=300):
     """What an error says, for a message of one line."""
     text = " ".join(str(error).split())
     return text if len(text) <= limit else text[:limit] + " ..."
 
-
 def write_safely(path, write):
     """Calls write(temporary path) and renames the result: whoever opens path finds a whole file, new or old."""
     write(f"{path}.{os.getpid()}.tmp")
     os.replace(f"{path}.{os.getpid()}.tmp", path)
-
 
 def save_model(folder, state, cfg):
     """Writes weights (a state_dict) and settings to a folder that load_model reads."""
     from safetensors.torch import save_file
     write_safely(f"{folder}/config.json", lambda path: Path(path).write_text(json.dumps(dataclasses.asdict(cfg), indent=1)))
     write_safely(f"{folder}/model.safetensors", lambda path: save_file(state, path))
-
 
 def load_config(folder):
     """The Config in a folder that save_model wrote. Raises UserError where there is none."""
@@ -472,7 +440,6 @@ def load_config(folder):
         return Config(**values)
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder}: no model of ours here, or one without proper settings in config.json ({one_line(error)})") from None
-
 
 def load_model(source, device="cpu", base=None):
     """(A model in eval mode, its Config).
@@ -499,7 +466,6 @@ def load_model(source, device="cpu", base=None):
         raise UserError(f"{path}: the weights don't fit: {one_line(error, 2000)}") from None
     return model.to(device).eval(), cfg
 
-
 def find_weights(source):
     """The file that load_model reads for a source; what is on the Hub is downloaded first."""
     if not os.path.exists(source) and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
@@ -510,7 +476,6 @@ def find_weights(source):
     steps = [int(name) for name in names if name.isdecimal()]
     return Path(source) if os.path.isfile(source) else Path(source, f"checkpoint_{max(steps)}" if steps else "model.safetensors")
 
-
 def loaded(option, source, load, hf_option=""):
     """load() of what lies at a path or on the Hub, failing in one line whatever the library raises."""
     try:
@@ -520,7 +485,6 @@ def loaded(option, source, load, hf_option=""):
             raise UserError(f"{option}{source}: no such path, or not to be loaded ({one_line(error.__cause__ or error)})") from None
         raise UserError(f"{option}{source}: no such path, nor to be had from the Hub ({one_line(error, 120)}). Download it where there "
                         f"is a network, `hf download {hf_option}{source} --local-dir FOLDER`, and give {option}FOLDER") from None
-
 
 def read_weights(path):
     """(sizes, weights) of from_released, or ({}, weights) of a .safetensors file. Runs no code that a file might hold."""
@@ -535,7 +499,6 @@ def read_weights(path):
     except (KeyError, TypeError) as error:
         raise UserError(f"{path}: neither ours nor a checkpoint of the released code: {one_line(repr(error))}") from None
 
-
 def from_released(state):
     """(the network's sizes, told by the shapes; the weights under this file's names) of a released checkpoint's weights."""
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value.float() for name, value in state.items()}
@@ -548,7 +511,6 @@ def from_released(state):
         state[f"{name}.weight"] = state.pop(f"{name}_kernel").T.contiguous()
         state[f"{name}.bias"] = state.pop(f"{name}_bias")
     return sizes, state
-
 
 class Encoder:
     """A frozen text encoder and its tokenizer: text <-> token ids -> latents."""
@@ -567,7 +529,6 @@ class Encoder:
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
 
-
 def encoder_source(folder, cfg):
     """Where a model's encoder is: in the folder that train.py wrote, or above it (for its step_N), or else where cfg says."""
     for place in (folder, os.path.dirname(os.path.abspath(folder))):
@@ -576,7 +537,6 @@ def encoder_source(folder, cfg):
     if cfg.encoder == "scratch":
         raise UserError(f"{folder}/encoder is missing: put it back, or train again")
     return cfg.encoder
-
 
 def load_tokenizer(source):
     """The tokenizer of a folder or a Hub id. Where it has no end-of-sequence token, its separator ends a text."""
@@ -587,7 +547,6 @@ def load_tokenizer(source):
     if empty or not tokenizer.is_fast or tokenizer.eos_token is None or tokenizer.pad_token is None:
         raise UserError(f"--encoder={source}: no (fast) tokenizer in it, or one without a token for the end of a text or for padding")
     return tokenizer
-
 
 def load_encoder(source, device="cpu", dtype="float32"):
     """The frozen encoder of a folder or a Hub id, with its tokenizer: the encoder of a T5, or a BERT-like model."""

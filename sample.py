@@ -28,7 +28,6 @@ import elf
 import tiny_config
 from elf import UserError, key
 
-
 @dataclass(frozen=True)
 class Options:
     """Keys, their defaults and meanings; steps, sampler, gamma, w, grid and sde_start take comma lists, to sweep."""
@@ -57,7 +56,6 @@ SWEEPS = {"sampler": str, "steps": int, "gamma": float, "w": float, "grid": str,
 
 # ------------------------------------------------------------------------------------------ command line
 
-
 def parse(argv, about, *groups):
     """`--key=value` arguments as a dict of texts. On --help prints all keys of the dataclasses and leaves."""
     kinds = {f.name: f.type for group in groups for f in dataclasses.fields(group)}
@@ -78,12 +76,10 @@ def parse(argv, about, *groups):
         values[name] = value if equals else "true"
     return values
 
-
 def nearest(name, names):
     """What to say of an unknown name."""
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
-
 
 def read_value(name, text, kind):
     """The text of a setting as `kind`: int, float, bool or str."""
@@ -97,7 +93,6 @@ def read_value(name, text, kind):
     takes = {int: "a whole number below 1e9", float: "a number below 1e9", bool: "true or false"}[kind]
     raise UserError(f"{name}={text}: takes {takes}")
 
-
 def override(cfg, values):
     """A copy of a Config (or of another dataclass of settings) with new values, given as texts by name."""
     kinds = {f.name: f.type for f in dataclasses.fields(cfg)}
@@ -106,7 +101,6 @@ def override(cfg, values):
     changed = dataclasses.replace(cfg, **{name: read_value(name, str(value), kinds[name]) for name, value in values.items()})
     elf.check(changed)
     return changed
-
 
 def run(main, argv):
     """Runs a program: a user's error ends as one line and exit code 2."""
@@ -128,7 +122,6 @@ def run(main, argv):
         print("stopped", file=sys.stderr)
         raise SystemExit(1) from None
 
-
 def pick_device(name):
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if name.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
@@ -137,7 +130,6 @@ def pick_device(name):
         return torch.zeros(1, device=best if name == "auto" else name).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device={name}: not to be had on this machine ({elf.one_line(error)})") from None
-
 
 def connect(name):
     """(rank, number of processes, device): where torchrun started several, each has its own GPU and hears the others."""
@@ -149,7 +141,6 @@ def connect(name):
     if world > 1:                                                       # the others wait while the first tokenises: hours
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=datetime.timedelta(hours=6))
     return rank, world, device
-
 
 def accelerate(model, device, dtype, compile=False, checkpoint=False):
     """Lets the model's blocks run compiled, in bfloat16, or with their activations recomputed instead of kept.
@@ -168,21 +159,17 @@ def accelerate(model, device, dtype, compile=False, checkpoint=False):
         if checkpoint:
             block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
 
-
 # ------------------------------------------------------------------------------------------ generation
-
 
 def seeded(*numbers, device="cpu"):
     """A generator of its own for each tuple of whole numbers: seed, use (0 grid, 1 samples, 2 order, 3 training, 4 held out), ..."""
     return torch.Generator(device).manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
 
 def start(cfg, seed, ids, device):
     """Starting noise (B, L, D) of the samples `ids`, and the generator of each: no sample depends on the others."""
     generators = [seeded(seed, 1, i) for i in ids]
     shape = torch.empty(len(generators), cfg.length, cfg.latent_dim, device=device)
     return cfg.noise_scale * elf.gaussian(shape, generators), generators
-
 
 def generate(model, n, seed, batch, grid="logit_normal", steps=32, w=1.0, **how):
     """n samples as token ids (n, L). `how` are further keyword arguments of elf.sample."""
@@ -195,7 +182,6 @@ def generate(model, n, seed, batch, grid="logit_normal", steps=32, w=1.0, **how)
         ids += [elf.decode_ids(model, part, w).cpu() for part in z.split(16)]       # few at a time: logits are L x V each
     return torch.cat(ids)
 
-
 def trace(model, tokenizer, seed, grid, steps, w, **how):
     """One text taking shape: after each step its time and the tokens that the prediction reads as."""
     z, generators = start(model.cfg, seed, [0], next(model.parameters()).device)
@@ -204,14 +190,12 @@ def trace(model, tokenizer, seed, grid, steps, w, **how):
         ids = elf.decode_ids(model, z if t == 1 else x_hat, w)[0].tolist()
         yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]).replace("\n", "\\n") for i in ids]
 
-
 def print_trace(lines):
     """The trace as text; tokens that the last step changed stand in brackets."""
     before = None
     for t, tokens in lines:
         print(f"t={t:.3f} ", " ".join(f"[{new}]" if before and new != old else new for new, old in zip(tokens, before or tokens)).rstrip())
         before = tokens
-
 
 def plot_trace(lines, path):
     """The trace as a picture: one row a step, dark where a token is already what it will be."""
@@ -232,7 +216,6 @@ def plot_trace(lines, path):
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
-
 def plot_losses(entries, path):
     """The losses of a training run over its steps as a picture; entries: the lines of metrics.jsonl, as dicts."""
     import matplotlib
@@ -247,9 +230,7 @@ def plot_losses(entries, path):
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
-
 # ------------------------------------------------------------------------------------------ measures
-
 
 def to_text(tokenizer, ids):
     """Token ids (L,) -> text, cut at the first end-of-sequence token."""
@@ -258,12 +239,10 @@ def to_text(tokenizer, ids):
         ids = ids[:ids.index(tokenizer.eos_token_id)]
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
-
 def entropy(counts):
     """Entropy in nats of a Counter of tokens."""
     total = sum(counts.values())
     return sum(n / total * math.log(total / n) for n in counts.values())
-
 
 def token_entropies(rows, eos):
     """(mean entropy per sample, entropy of all samples pooled) over tokens up to the first EOS, in nats."""
@@ -272,7 +251,6 @@ def token_entropies(rows, eos):
     if not each:
         return 0.0, 0.0
     return sum(map(entropy, each)) / len(each), entropy(sum(each, Counter()))
-
 
 def measure(tokenizer, rows, texts, reference):
     """The measures of one setting, as the entries of its table row. rows: token ids, texts: the same as text."""
@@ -283,7 +261,6 @@ def measure(tokenizer, rows, texts, reference):
         data = token_entropies(data_rows, tokenizer.eos_token_id)
         out |= dict(zip(("data_entropy", "data_entropy_pooled"), data)) | judge(texts)
     return out
-
 
 def load_reference(cfg, tokenizer, path, n):
     """What samples are compared with: n texts of the data as token ids, and a function texts -> measures.
@@ -301,7 +278,6 @@ def load_reference(cfg, tokenizer, path, n):
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     return rows[::max(len(rows) // n, 1)][:n], lambda texts: tiny_config.judge_text(texts, text)
 
-
 def table(rows):
     """Rows (dicts) as aligned columns."""
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -309,9 +285,7 @@ def table(rows):
     widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
 
-
 # ------------------------------------------------------------------------------------------ the program
-
 
 def settings(options, cfg):
     """The settings to sample with: every combination of the comma lists, each once."""
@@ -335,7 +309,6 @@ def settings(options, cfg):
         if how not in found:
             found.append(how)
     return found
-
 
 def main(argv):
     options = override(Options(), parse(argv, __doc__, Options()))
@@ -391,7 +364,6 @@ def main(argv):
     if options.json:
         with open(options.json, "w") as file:
             json.dump(lines, file, indent=1)
-
 
 if __name__ == "__main__":
     run(main, sys.argv[1:])

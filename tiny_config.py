@@ -58,14 +58,12 @@ TIMES = ["at noon", "at last", "in spring", "today"]
 SLOTS = [list(NAMES), list(MISHAPS), list(NUMBERS), COLOURS, list(THINGS), PLACES, WHILES, TIMES]
 POSSIBLE = math.prod(map(len, SLOTS))       # how many stories the language has
 
-
 def story(name, mishap, number, colour, thing, place, during, time):
     """The one story for a choice of each slot."""
     suffered, undone = MISHAPS[mishap]
     thing = thing if number == "one" else THINGS[thing]
     return (f"{name} {mishap} {number} {colour} {thing} {place} . {NAMES[name]} {suffered} {NUMBERS[number]} {during} . "
             f"{name} {undone} the {colour} {thing} {time} .")
-
 
 def stories(n, seed, avoid=()):
     """n different stories, drawn evenly from the language, none of them in `avoid`."""
@@ -78,21 +76,17 @@ def stories(n, seed, avoid=()):
             found.append(text)
     return found
 
-
 @functools.cache
 def training_stories():
     """The stories that `tiny` trains on: 2 % of the language."""
     return stories(40_000, seed=1)
 
-
 @functools.cache
 def heldout_stories():
     return stories(1024, seed=2, avoid=training_stories())
 
-
 def _one_of(name, words):
     return f"(?P<{name}>{'|'.join(sorted(words, key=len, reverse=True))})"
-
 
 _FORM = re.compile(
     " ".join([_one_of("name", NAMES), _one_of("mishap", MISHAPS), _one_of("number", NUMBERS), _one_of("colour", COLOURS),
@@ -100,7 +94,6 @@ _FORM = re.compile(
               "(?P<pronoun>she|he)", _one_of("suffered", [s for s, _ in MISHAPS.values()]), "(?P<it>it|them)", _one_of("during", WHILES), r"\.",
               _one_of("name2", NAMES), _one_of("undone", [u for _, u in MISHAPS.values()]), "the", _one_of("colour2", COLOURS),
               _one_of("thing2", [*THINGS, *THINGS.values()]), _one_of("time", TIMES), r"\."]))
-
 
 def broken_rules(text):
     """The rules of the language that a text breaks, by name; an empty list means that it is valid."""
@@ -119,14 +112,12 @@ def broken_rules(text):
              "thing comes back": m["thing2"] == m["thing"]}
     return [name for name, kept in rules.items() if not kept]
 
-
 def judge_stories(texts):
     """Exact measures: share of valid texts, and of the valid ones the share that training never saw."""
     seen = set(training_stories())
     valid = [text for text in texts if not broken_rules(text)]
     novel = [text for text in valid if text not in seen]
     return {"valid": len(valid) / len(texts), "novel": len(novel) / max(len(valid), 1)}
-
 
 def story_rows(tokenizer, length):
     """(training, held-out) stories as arrays of token ids (N, L), each filled up with EOS, which the model learns to write too."""
@@ -138,7 +129,6 @@ def story_rows(tokenizer, length):
         found.append(np.array([row + [tokenizer.eos_token_id] * (length - len(row)) for row in rows]))
     return found
 
-
 # ------------------------------------------------------------------------------------------ any data
 # What --data names becomes an array of token ids (N, L), N rows of L. Raw text is tokenised once, in parallel, into one
 # flat file of documents, an EOS behind each; row i is a slice of it. So packing loses only the last, incomplete row,
@@ -146,13 +136,11 @@ def story_rows(tokenizer, length):
 
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}     # files that hold rows; all others are text
 
-
 def local_path(path):
     """Where the text of a path or of an http address lies, or will lie once it has been fetched."""
     if not path.startswith(("http://", "https://")):
         return path
     return os.path.join("data", hashlib.sha256(path.encode()).hexdigest()[:8] + "_" + os.path.basename(path))
-
 
 def fetch(address, path):
     try:
@@ -163,7 +151,6 @@ def fetch(address, path):
     os.makedirs(os.path.dirname(path), exist_ok=True)
     write_safely(path, lambda name: Path(name).write_bytes(body))
 
-
 def find_files(source):
     """The files that --data names, by a path, a pattern like data/*.txt, a folder of .txt, or an http address, which is fetched once."""
     path = local_path(source)
@@ -171,7 +158,6 @@ def find_files(source):
         fetch(source, path)
     pattern = f"{path}/**/*.txt" if os.path.isdir(path) else path
     return [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
-
 
 def pieces(path, size=100_000):
     """A text file, one document, as pieces of whole lines, about `size` bytes each: dicts of path, first and last byte, end (bool)."""
@@ -182,7 +168,6 @@ def pieces(path, size=100_000):
             file.readline()
             edges.append(min(file.tell(), total))
     return [{"path": path, "first": a, "last": b, "end": b == total} for a, b in itertools.pairwise(edges)]
-
 
 def read_piece(path, first, last):
     """The text of a piece. Raises UserError where it isn't UTF-8 text."""
@@ -197,7 +182,6 @@ def read_piece(path, first, last):
     if "\0" in text:
         raise UserError(f"--data={path}: holds zero bytes, so it is no text file")
     return text
-
 
 def open_data(source):
     """What --data names as a datasets.Dataset, with a column `text`, or `input_ids`, or with pieces of text files."""
@@ -228,7 +212,6 @@ def open_data(source):
     raise UserError(f"--data={source}: has the columns {', '.join(data.column_names)}; one called text (strings) or input_ids "
                     "(token ids) is needed")
 
-
 def open_folder(source):
     """A folder or a Hub id: what save_to_disk wrote, also where a Hub id holds that layout, or data files."""
     import datasets
@@ -242,12 +225,10 @@ def open_folder(source):
     top = min(tops, key=lambda top: (len(top.parts), top.name != "train", top), default=None)
     return datasets.load_from_disk(top) if top else datasets.load_dataset(str(source))
 
-
 def texts(data):
     """The texts of open_data, one after the other."""
     for row in data:
         yield row["text"] if "text" in row else read_piece(row["path"], row["first"], row["last"])
-
 
 def pack(data, source, tokenizer, workers=None):
     """The tokens of open_data as one flat array in a file, an EOS behind each document; made once for each content and tokenizer."""
@@ -281,7 +262,6 @@ def pack(data, source, tokenizer, workers=None):
             write_safely(path, write)
     return np.memmap(path, dtype, "r")
 
-
 class Rows:
     """Ready-made rows of token ids as an array (N, L), each filled up with PAD."""
 
@@ -302,11 +282,9 @@ class Rows:
                                 f"--length and the encoder's vocabulary a row has 1 to {length} ids from 0 to {vocab - 1}")
         return np.array([row + [self.tokenizer.pad_token_id] * (length - len(row)) for row in found])
 
-
 def take(rows, which):
     """Rows of an array (N, L), by number, as a tensor of token ids (n, L)."""
     return torch.from_numpy(np.asarray(rows[np.asarray(which)]).astype(np.int64))
-
 
 def token_rows(data, cfg, tokenizer):
     """What open_data found as an array of token ids (N, L)."""
@@ -314,7 +292,6 @@ def token_rows(data, cfg, tokenizer):
         flat = pack(data, cfg.data, tokenizer)
         return flat[:len(flat) // cfg.length * cfg.length].reshape(-1, cfg.length)
     return Rows(data, cfg, tokenizer)
-
 
 def fit(cfg, encoder):
     """cfg with the encoder's vocabulary, where it leaves that open. Raises UserError where the encoder doesn't fit."""
@@ -331,7 +308,6 @@ def fit(cfg, encoder):
             raise UserError(f"--{name}={getattr(cfg, name)}: the encoder has {value}")
     return dataclasses.replace(cfg, vocab=vocab)
 
-
 def measure_latents(cfg, encoder, rows):
     """cfg with the latents' mean and std over all real tokens of some rows, evenly spread over the data, about 65,536 in all."""
     n, pad = max(2 ** 16 // cfg.length, 1), encoder.tokenizer.pad_token_id
@@ -340,11 +316,9 @@ def measure_latents(cfg, encoder, rows):
     x = torch.cat([encoder.encode(part, raw, (part != pad)[:, None])[part != pad] for part in ids.split(64)])
     return dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
 
-
 def words_of(text):
     """Its words: runs of letters, in lower case."""
     return re.findall(r"[^\W\d_]+", text.lower())
-
 
 def judge_text(texts, source):
     """Share of the words that occur in the source text, and the longest run of words copied from it."""
@@ -357,9 +331,7 @@ def judge_text(texts, source):
     count = sum(map(len, words))
     return {"known_words": sum(word in known for sample in words for word in sample) / max(count, 1), "longest_copy": longest}
 
-
 # ------------------------------------------------------------------------------------------ the small encoder
-
 
 def word_tokenizer(texts):
     """A tokenizer with one token per word of the texts."""
@@ -371,7 +343,6 @@ def word_tokenizer(texts):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>",
                                    mask_token="<mask>", unk_token="<unk>")
-
 
 def byte_tokenizer(texts, vocab):
     """A byte-level BPE tokenizer of up to `vocab` tokens, trained on texts; it can spell any text."""
@@ -387,7 +358,6 @@ def byte_tokenizer(texts, vocab):
         vocab_size=vocab, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
-
 
 def train_encoder(rows, tokenizer, cfg, share=0.3):
     """Trains a small T5 encoder on rows (N, L) of token ids to guess masked tokens from their context.

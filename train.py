@@ -37,7 +37,6 @@ from elf import UserError, key
 from sample import (accelerate, connect, generate, load_reference, measure, nearest, override, parse, plot_losses, run, seeded,
                     to_text)
 
-
 @dataclass(frozen=True)
 class Options:
     """Keys of a run, their defaults and meanings."""
@@ -54,7 +53,6 @@ class Options:
     checkpoint_activations: bool = key(False, "compute activations twice instead of keeping them: less memory, a third more work")
 
 # ------------------------------------------------------------------------------------------ data
-
 
 def load_data(cfg, device, encoder=None):
     """(cfg with vocabulary and latents' mean and std filled in, encoder, training rows, held-out rows); rows are arrays of
@@ -80,17 +78,14 @@ def load_data(cfg, device, encoder=None):
         cfg = tiny_config.fit(cfg, encoder)
     return tiny_config.measure_latents(cfg, encoder, train) if cfg.latent_std == 0 else cfg, encoder, train, heldout
 
-
 @functools.lru_cache(2)                     # a batch may lie in two epochs
 def shuffled(n, epoch, seed):
     return torch.randperm(n, generator=seeded(seed, 2, epoch))
-
 
 def batch_rows(step, batch, n, seed):
     """Which of the n rows are the batch of a step: a pure function, so there's no position to lose on resume."""
     places = range(step * batch, (step + 1) * batch)
     return torch.stack([shuffled(n, place // n, seed)[place % n] for place in places])
-
 
 def batches(rows, cfg, first, rank=0, world=1, gpu=False):
     """From step `first` on, what a process gets of each batch: token ids (B / processes, L)."""
@@ -106,9 +101,7 @@ def batches(rows, cfg, first, rank=0, world=1, gpu=False):
             ids, ahead = ahead.result(), pool.submit(read, step + 1)
             yield ids
 
-
 # ------------------------------------------------------------------------------------------ optimiser
-
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is made orthogonal (Jordan et al. 2024): all directions of a 2-D weight move equally fast."""
@@ -129,7 +122,6 @@ class Muon(torch.optim.Optimizer):
                 update = share_out(orthogonal, grads.lerp(torch.stack(moments), group["momentum"]))     # Nesterov
                 torch._foreach_add_(params, list(update), alpha=-group["lr"] * math.sqrt(max(1, fan_out / fan_in)))
 
-
 def orthogonal(g, steps=5):
     """Pushes the singular values of matrices (n, rows, columns) towards 1, by Newton-Schulz iteration."""
     x = g.bfloat16() if g.is_cuda else g            # bfloat16 is fast on GPUs, and very slow on many CPUs
@@ -141,7 +133,6 @@ def orthogonal(g, steps=5):
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
     return (x.mT if tall else x).to(g.dtype)
 
-
 def share_out(function, x):
     """function(x) for x (n, rows, columns), each process computing its part of the n and getting the others'."""
     if not dist.is_initialized() or len(x) < dist.get_world_size():
@@ -152,7 +143,6 @@ def share_out(function, x):
     dist.all_gather(list(out.chunk(world)), function(x.chunk(world)[dist.get_rank()]).contiguous())
     return out[:n]
 
-
 def make_optimizers(model, cfg):
     """Muon on the 2-D weights, Adam on biases, norms and learned tokens; as pairs (optimizer, largest rate)."""
     if cfg.optimizer == "adamw":
@@ -162,12 +152,10 @@ def make_optimizers(model, cfg):
     adam_lr = cfg.adam_lr or cfg.lr
     return [(Muon(matrices, cfg.lr), cfg.lr), (torch.optim.Adam(others, adam_lr, betas=(0.9, 0.999), eps=1e-8), adam_lr)]
 
-
 def schedule(step, cfg):
     """Share of the learning rate at a step: up from 0, constant, down to 0."""
     up, down = cfg.warmup * cfg.steps, cfg.cooldown * cfg.steps
     return min(1, (step + 1) / up if up else 1, (cfg.steps - step) / down if down else 1)
-
 
 def make_average(model, decay):
     """The running average of the weights. Warmed up: early on a long average would still be the initial weights."""
@@ -176,9 +164,7 @@ def make_average(model, decay):
         torch._foreach_lerp_(averages, currents, 1 - min(decay, (1 + n.item()) / (10 + n.item())))
     return AveragedModel(model, multi_avg_fn=average)
 
-
 # ------------------------------------------------------------------------------------------ checkpoints
-
 
 class Trainer:
     """All the state of a run, its checkpoints, and its one step."""
@@ -287,9 +273,7 @@ class Trainer:
         _, mse, ce = torch.tensor(losses).mean(0).tolist()
         return {"heldout_mse": mse, "heldout_ce": ce}
 
-
 # ------------------------------------------------------------------------------------------ logs
-
 
 class Log:
     """metrics.jsonl, a line an entry, samples.txt and loss.png; a resumed run drops what comes after the step it goes on from."""
@@ -313,9 +297,7 @@ class Log:
         tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
         tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
 
-
 # ------------------------------------------------------------------------------------------ the program
-
 
 def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
@@ -356,7 +338,6 @@ def run_training(trainer, heldout, folder, again, keep):
         plot_losses(log.entries, f"{folder}/loss.png")
         print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
-
 @contextlib.contextmanager
 def interrupts():
     """A list that collects Ctrl-C and SIGTERM, so that the step at hand ends and is saved; a second one ends the program at once."""
@@ -371,7 +352,6 @@ def interrupts():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
 
 def settings(options, changes):
     """(Config of the run, its folder, the command that resumes it) from the command line."""
@@ -395,7 +375,6 @@ def settings(options, changes):
             raise UserError(f"--{name}={value}: the run in {folder} has {getattr(saved, name)}, and --resume changes nothing")
     return dataclasses.replace(saved, data=cfg.data, encoder=cfg.encoder), folder, again
 
-
 def start_folder(folder, trainer):
     """Puts a new run's folder in place, whole or not at all, unless something has come there in the meantime."""
     try:
@@ -407,7 +386,6 @@ def start_folder(folder, trainer):
             os.rename(f"{fresh}/run", folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({elf.one_line(error)}); choose another --out_dir") from None
-
 
 def main(argv):
     given = parse(argv, __doc__, Options(), elf.Config())
@@ -444,7 +422,6 @@ def main(argv):
         run_training(trainer, heldout, folder, again, options.keep)
     if world > 1:
         dist.destroy_process_group()
-
 
 if __name__ == "__main__":
     run(main, sys.argv[1:])
