@@ -61,6 +61,7 @@ class Config:
     encoder_warmup: float = key(0.2, "share of it in which that rate rises from 0", above=0, below=1)
     vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix", at_least=0)
     length: int = key(1024, "L: positions of a sequence", at_least=1)
+    source_length: int = key(0, "translation and the like: most positions of the source, in front of the target (0: no source)", at_least=0)
     latent_dim: int = key(512, "D: width of the encoder's embeddings", at_least=1)
     latent_mean: float = key(0.0, "subtracted from the embeddings")
     latent_std: float = key(0.2, "the embeddings are divided by this (0 or `auto`: measure mean and std on 65,536 tokens)", at_least=0)
@@ -81,6 +82,7 @@ class Config:
     decode_noise_scale: float = key(5.0, "standard deviation of the noise that decode examples get", above=0)
     w_min: float = key(0.5, "smallest guidance scale w seen in training; 1 + w is log-uniform", above=0)
     w_max: float = key(5.0, "largest guidance scale w seen in training", above=0)
+    label_drop: float = key(0.1, "share of the examples with a source that train without it, so that it can guide", at_least=0, below=1)
     # optimisation
     batch: int = key(512, "sequences per step, of all processes together", at_least=3)
     steps: int = key(0, "training steps (0: as many as `epochs` need)", at_least=0)
@@ -88,7 +90,7 @@ class Config:
     optimizer: str = key("muon", "muon (Adam on all but the 2-D weights), or adamw for all", one_of=("muon", "adamw"))
     lr: float = key(0.002, "learning rate of Muon (or AdamW); never scaled with the batch", above=0)
     adam_lr: float = key(0.0, "learning rate of Adam beside Muon (0: the same as lr)", at_least=0)
-    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0", at_least=0)
+    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0; from 1 on, their number", at_least=0)
     cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0", at_least=0)
     clip: float = key(1.0, "largest norm of the gradient", above=0)
     ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average", at_least=0, below=1)
@@ -98,20 +100,27 @@ class Config:
     sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top", at_least=1)
     gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back", at_least=0)
     w: float = key(3.0, "default of sample.py: guidance scale of self-conditioning; 1 is no guidance", above=0)
+    cfg: float = key(1.0, "default of sample.py: guidance scale of the source, where there is one; 1 is no guidance", at_least=0)
 
     def __post_init__(self):
         check(self)
         for ok, name, rule in ((self.hidden % (2 * self.heads) == 0, "heads", f"hidden={self.hidden} must be an even multiple of it"),
                                (self.w_min <= self.w_max, "w_min", f"must not be above w_max={self.w_max}"),
-                               (self.warmup + self.cooldown <= 1, "warmup", f"with cooldown={self.cooldown}, more than the whole run")):
+                               (self.source_length < self.length, "source_length", f"leaves no room for a target in length={self.length}"),
+                               (self.warmup >= 1 or self.warmup + self.cooldown <= 1, "warmup",
+                                f"with cooldown={self.cooldown}, more than the whole run")):
             if not ok:
                 raise UserError(f"{name}={getattr(self, name)}: {rule}")
 
-PRESETS = {         # the warmup is half an epoch in all of them
+WITH_SOURCE = Config(source_length=64, length=128, decode_noise_scale=1.0, epochs=100.0, warmup=5000.0, sample_steps=64, gamma=0.0, w=1.0, cfg=2.0)
+PRESETS = {         # the warmup of the owt presets is half an epoch
     "owt_b": Config(),
     "owt_m": Config(hidden=1056, depth=24, heads=16, epochs=4.0, warmup=0.125),
     "owt_l": Config(hidden=1280, depth=32, heads=16, epochs=3.0, warmup=1 / 6),
+    "wmt14_de_en": dataclasses.replace(WITH_SOURCE, data="embedded-language-flows/wmt14_de-en_train_t5"),
+    "xsum": dataclasses.replace(WITH_SOURCE, data="embedded-language-flows/xsum_train_t5", source_length=1024, length=1088),
 }
+RELEASED = {"ELF-M-owt-torch": "owt_m", "ELF-L-owt-torch": "owt_l", "ELF-B-de-en-torch": "wmt14_de_en", "ELF-B-xsum-torch": "xsum"}
 
 # ------------------------------------------------------------------------------------------ the network
 
@@ -284,6 +293,7 @@ class Draws(NamedTuple):
     w: Tensor           # (B,) guidance scale
     p: Tensor           # (B, L) how clean each token of a decode example is
     eps: Tensor         # (B, L, D) standard Gaussian noise
+    drop: Tensor        # (B,) bool: examples that train without their source, where they have one
 
 def draw(cfg, batch, generator):
     """The Draws of a batch of at least 3 (App. C.1). Counts are fixed, who gets which role is random: decode_share
@@ -298,7 +308,8 @@ def draw(cfg, batch, generator):
         t=torch.sigmoid(cfg.t_mean + cfg.t_std * torch.randn(batch, **how)),
         w=(1 + cfg.w_min) * ((1 + cfg.w_max) / (1 + cfg.w_min)) ** torch.rand(batch, **how) - 1,    # 1 + w is log-uniform
         p=torch.sigmoid(cfg.p_mean + cfg.p_std * torch.randn(batch, cfg.length, **how)),
-        eps=torch.randn(batch, cfg.length, cfg.latent_dim, **how))
+        eps=torch.randn(batch, cfg.length, cfg.latent_dim, **how),
+        drop=torch.rand(batch, **how) < cfg.label_drop)
 
 def guidance_target(v, v_sc, v_no, w):
     """Eq. (5), v + (1 - 1/w) (v_sc - v_no): the network learns the guided velocity, so sampling needs no second pass.
@@ -308,24 +319,38 @@ def guidance_target(v, v_sc, v_no, w):
     """
     return v + (1 - 1 / w)[:, None, None] * (v_sc - v_no)
 
-def flow_loss(model, x, ids, counted, draws, n=None):
+def who_sees(source, real, drop):
+    """With a source (Sec. 3.3): which positions the encoder lets each one see, (B, L, L) bool.
+
+    The source (B, L) bool sees itself alone. All others see every real token (B, L) bool, so not what fills up behind
+    the target, but not the source where it is dropped (B,) bool; its latents have to become zeros there, too.
+    """
+    seen = real & ~(source & drop[:, None])                                     # by all positions but the source's
+    return torch.where(source[:, :, None], source[:, None], seen[:, None])
+
+def keep(z, x, source):
+    """z (B, L, D) with the clean latents x (B, L, D) put back at the source (B, L)."""
+    return torch.where(source[..., None], x, z)
+
+def flow_loss(model, x, ids, counted, draws, n=None, source=None):
     """The training loss (Algs. 1 and 3): velocity MSE, Eq. (1), and cross-entropy, Eq. (2), on the two kinds of example.
 
     x (B, L, D): clean latents of ids (B, L); counted (B, L) bool: the positions that count; draws: from `draw`, with
-    examples of each kind. Returns three scalars: the loss, in expectation (1 - decode_share) MSE + decode_share CE, and
-    the plain means MSE and CE. n: the number of counted positions of the whole batch, where this is a part of it; the
-    losses of the parts then add up to the batch's.
+    examples of each kind; source (B, L) bool: positions that stay clean and don't count. Returns three scalars: the
+    loss, in expectation (1 - decode_share) MSE + decode_share CE, and the plain means MSE and CE. n: the number of
+    counted positions of the whole batch, where this is a part of it; the losses of the parts then add up to the batch's.
     """
     cfg = model.cfg
-    decode, sc, t, w, p, eps = draws
+    decode, sc, t, w, p, eps, _ = draws
+    source = torch.zeros_like(counted) if source is None else source
     scale = torch.where(decode, cfg.decode_noise_scale, cfg.noise_scale)[:, None, None]
     clean = torch.where(decode[:, None], p, t[:, None])                         # (B, L) by token, or by sequence
-    z = corrupt(x, clean, scale * eps)                                          # (B, L, D)
+    z = corrupt(x, clean.masked_fill(source, 1.0), scale * eps)                 # (B, L, D)
     t = torch.where(decode, 1.0, t)                 # decode examples: noise by p, but the network is told t = 1
 
-    x_prev = torch.zeros_like(x)                    # the self-conditioning input: zero, or a first guess
+    x_prev = keep(torch.zeros_like(x), x, source & ~decode[:, None])    # the self-conditioning input: zero, or a first guess
     with torch.no_grad():
-        x_prev[sc] = model.denoise(z[sc], t[sc], x_prev[sc], w[sc])     # made from zero
+        x_prev[sc] = keep(model.denoise(z[sc], t[sc], x_prev[sc], w[sc]), x[sc], source[sc])    # made from zero
     x_hat, logits = model(z, t, x_prev, w, decode)
 
     denoise = ~decode                               # M examples; all v are (M, L, D)
@@ -368,8 +393,18 @@ def gaussian(like, generator):
         return torch.stack([torch.randn(like.shape[1:], generator=g) for g in generator]).to(like.device)
     return torch.randn(like.shape, generator=generator).to(like.device)
 
+def guess(model, z, t, x_prev, w, cond, source, cfg):
+    """x_hat (B, L, D), guided by the source's clean latents cond, if cfg isn't 1: x_no + cfg (x_with - x_no), and so v too.
+
+    Both come from one call on twice the batch, with the source's latents in z and x_prev, and with zeros instead.
+    """
+    sources = [cond] if cfg == 1 else [torch.zeros_like(cond), cond]
+    z, x_prev = (torch.cat([keep(a, latents, source) for latents in sources]) for a in (z, x_prev))
+    x_hats = model.denoise(z, t.repeat(len(sources)), x_prev, w.repeat(len(sources))).chunk(len(sources))
+    return keep(torch.lerp(x_hats[0], x_hats[-1], cfg), cond, source)
+
 @torch.no_grad()
-def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
+def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None, *, cond=None, cond_mask=None, cfg=1.0):
     """Follows the flow along grid, by Alg. 5 (ODE) or Alg. 6 (inspired by SDEs); the arguments are those of `sample`.
 
     Yields t (float), z and x_hat (B, L, D) after each step.
@@ -378,33 +413,36 @@ def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper
         raise ValueError(f"sampler={sampler}: takes ode or sde")
     if sde_start not in ("paper", "released"):
         raise ValueError(f"sde_start={sde_start}: takes paper or released")
-    cfg = model.cfg
+    if cond is None:                                                            # no source: nothing to keep, nothing to guide
+        cond, cond_mask, cfg = z, z.new_zeros(z.shape[:2], dtype=torch.bool), 1
     times = grid.to(z)[:, None].expand(-1, len(z))                              # (steps + 1, B)
     w = z.new_full((len(z),), w)                                                # (B,)
-    x_hat = torch.zeros_like(z)                                                 # no guess yet
+    z, x_hat = keep(z, cond, cond_mask), torch.zeros_like(z)                    # no guess yet
     for step, (t, t_next) in enumerate(pairwise(times), start=1):
         z_back, t_back = z, t
         if sampler == "sde" and step < len(grid) - 1:                           # go back a little; not in the last step
             alpha = (1 - gamma * (t_next - t)).clamp(0, 1)                      # (B,); 1: stay here, 0: start anew
-            noise = cfg.noise_scale * gaussian(z, generator)
+            noise = model.cfg.noise_scale * gaussian(z, generator)
             z_back = corrupt(z, alpha[:, None], noise)                          # alpha z + (1 - alpha) noise
             t_back = alpha * t
-        x_hat = model.denoise(z_back, t_back, x_hat, w)                         # the previous guess goes in, the next comes out
+        x_hat = guess(model, z_back, t_back, x_hat, w, cond, cond_mask, cfg)    # the previous guess goes in, the next comes out
         if sde_start == "released":                                             # step from there; the paper steps from (z, t)
             z, t = z_back, t_back
-        z = euler(z, x_hat, t, t_next, cfg.t_floor)
+        z = keep(euler(z, x_hat, t, t_next, model.cfg.t_floor), cond, cond_mask)
         yield grid[step].item(), z, x_hat
 
-def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None):
+def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None, *, cond=None, cond_mask=None, cfg=1.0):
     """Carries z (B, L, D), cfg.noise_scale times standard noise, along grid (steps + 1,) to t = 1; returns it there.
 
     sampler: `ode`, or `sde`, which before every network call but the last mixes in new noise, and so takes t back to
     (1 - gamma dt) t; gamma >= 0, at 0 it is the ODE. w: guidance scale of self-conditioning, trained on [cfg.w_min,
     cfg.w_max], 1 is none. sde_start: an SDE step starts from the state before (`paper`, Alg. 6) or after (`released`).
     generator: a CPU torch.Generator, or a list with one per example, so that no sample depends on its batch.
+    cond (B, L, D): clean latents of a source at the positions cond_mask (B, L) bool, which stay as they are; cfg: guidance
+    scale of that source, 1 is none, any other makes each call twice as large.
     Makes len(grid) - 1 network calls. Raises ValueError on an unknown sampler or sde_start.
     """
-    for _, z, _ in trajectory(model, z, grid, sampler, gamma, w, sde_start, generator):
+    for _, z, _ in trajectory(model, z, grid, sampler, gamma, w, sde_start, generator, cond=cond, cond_mask=cond_mask, cfg=cfg):
         pass
     return z
 
@@ -434,10 +472,7 @@ def save_model(folder, state, cfg):
 def load_config(folder):
     """The Config in a folder that save_model wrote. Raises UserError where there is none."""
     try:
-        values = json.loads(Path(folder, "config.json").read_text())
-        if missing := [f.name for f in dataclasses.fields(Config) if f.name not in values]:
-            raise ValueError(f"lacks {', '.join(missing)}")
-        return Config(**values)
+        return Config(**json.loads(Path(folder, "config.json").read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{folder}: no model of ours here, or one without proper settings in config.json ({one_line(error)})") from None
 
@@ -446,24 +481,28 @@ def load_model(source, device="cpu", base=None):
 
     source: a folder that train.py wrote (its averaged weights); or weights that the paper's authors released: a file
     `checkpoint_<step>` (its ema_params1), a folder with such files (the last one), or a Hub id. Those tell the network's
-    sizes; all else comes from the Config `base`, by default the Hub id's preset or else owt_b: some is printed. Raises
-    UserError where there is no model, a damaged one, or one whose weights are missing, unknown or misshapen.
+    sizes; all else comes from the Config `base`, by default the Hub id's preset or else owt_b: some is printed. Runs no
+    code that a file might hold. Raises UserError where there is no model, a damaged one, or one whose weights are
+    missing, unknown or misshapen.
     """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
     path = find_weights(source)
-    sizes, state = read_weights(path)
-    if path.suffix == ".safetensors":
-        cfg = load_config(path.parent)
-    else:
-        preset = {"ELF-M-owt-torch": "owt_m", "ELF-L-owt-torch": "owt_l"}.get(os.path.basename(source), "owt_b")
-        cfg = dataclasses.replace(base or PRESETS[preset], **sizes)
-        assumed = {name: getattr(cfg, name) for name in ("length", "latent_mean", "latent_std", "noise_scale", "decode_noise_scale")}
-        print(f"{path}: {sizes}; the rest is the preset's (--config), such as {assumed}")
-    with torch.device("meta"):                                      # no memory, no initial draw: the weights come from the file
-        model = ELF(cfg)
     try:
+        if path.suffix == ".safetensors":
+            cfg, state = load_config(path.parent), load_file(path)
+        else:
+            sizes, state = from_released(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["ema_params1"])
+            cfg = dataclasses.replace(base or PRESETS[RELEASED.get(os.path.basename(source), "owt_b")], **sizes)
+            assumed = {name: getattr(cfg, name) for name in ("length", "source_length", "latent_std", "noise_scale", "decode_noise_scale")}
+            print(f"{path}: {sizes}; the rest is the preset's (--config), such as {assumed}")
+        with torch.device("meta"):                                  # no memory, no initial draw: the weights come from the file
+            model = ELF(cfg)
         model.load_state_dict(state, assign=True)
-    except RuntimeError as error:                                   # torch names what is missing, unknown or misshapen
-        raise UserError(f"{path}: the weights don't fit: {one_line(error, 2000)}") from None
+    except UserError:
+        raise
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: missing, damaged, more than plain weights, or not those of such a model: {one_line(repr(error), 2000)}") from None
     return model.to(device).eval(), cfg
 
 def find_weights(source):
@@ -485,19 +524,6 @@ def loaded(option, source, load, hf_option=""):
             raise UserError(f"{option}{source}: no such path, or not to be loaded ({one_line(error.__cause__ or error)})") from None
         raise UserError(f"{option}{source}: no such path, nor to be had from the Hub ({one_line(error, 120)}). Download it where there "
                         f"is a network, `hf download {hf_option}{source} --local-dir FOLDER`, and give {option}FOLDER") from None
-
-def read_weights(path):
-    """(sizes, weights) of from_released, or ({}, weights) of a .safetensors file. Runs no code that a file might hold."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    try:
-        if path.suffix == ".safetensors":
-            return {}, load_file(path)
-        return from_released(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["ema_params1"])
-    except (OSError, RuntimeError, ValueError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: missing, cut off, or more than plain weights ({one_line(error)})") from None
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path}: neither ours nor a checkpoint of the released code: {one_line(repr(error))}") from None
 
 def from_released(state):
     """(the network's sizes, told by the shapes; the weights under this file's names) of a released checkpoint's weights."""

@@ -154,7 +154,7 @@ def golden_batch():
     decode = torch.tensor([0, 0, 0, 1, 0]).bool()
     eps = torch.where(decode[:, None, None], ar((5, 6, 8), 2.3), ar((5, 6, 8), 1.7))
     draws = elf.Draws(decode, torch.tensor([1, 0, 1, 0, 1]).bool(), t=torch.tensor([0.1, 0.3, 0.5, 0.8, 0.97]),
-                      w=torch.tensor([1.5, 2, 3, 1, 0.5]), p=0.5 + 0.4 * ar((5, 6), 0.9), eps=eps)
+                      w=torch.tensor([1.5, 2, 3, 1, 0.5]), p=0.5 + 0.4 * ar((5, 6), 0.9), eps=eps, drop=torch.zeros(5).bool())
     return ar((5, 6, 8), 0.5), (torch.arange(30) % 11).reshape(5, 6), torch.ones(5, 6, dtype=torch.bool), draws
 
 
@@ -181,6 +181,28 @@ def test_golden_loss_where_some_positions_do_not_count(golden):
     near(loss, 218.937683)
     near(mse, 275.721039)
     near(ce, 3.160889)
+
+
+def test_golden_sampling_with_a_source(golden, monkeypatch):
+    sizes, denoise = [], golden.denoise
+    monkeypatch.setattr(golden, "denoise", lambda z, *rest: sizes.append(len(z)) or denoise(z, *rest))
+    cond, source = ar((2, 6, 8), 2.0), torch.tensor([1, 1, 0, 0, 0, 0]).bool().expand(2, -1)
+    z = elf.sample(golden, 2 * ar((2, 6, 8), 0.3), GRID, w=1.0, cond=cond, cond_mask=source, cfg=2.0)
+    near(z[1, 4], [0.156458, 2.59792, -2.184119, -0.770581, 0.62511, -1.116229, 0.006764, 0.164135])
+    near(z.abs().sum(), 111.778893)
+    assert sizes == [4] * 4                 # with and without the source in one call
+    for how in (dict(sampler="sde", gamma=1.5, generator=seeded(0), sde_start="released"), dict(cfg=2.0), dict(cfg=1.0)):
+        z = elf.sample(golden, 2 * ar((2, 6, 8), 0.3), GRID, cond=cond, cond_mask=source, **how)
+        assert torch.equal(z[source], cond[source])
+    assert sizes[-4:] == [2] * 4            # no guidance, no second pass
+
+
+def test_golden_loss_with_a_source(golden):
+    x, ids, counted, draws = golden_batch()
+    source = torch.tensor([1, 1, 0, 0, 0, 0]).bool().expand(5, -1)
+    x[1, :2] = 0                            # dropped
+    draws = draws._replace(decode=torch.zeros(5).bool(), eps=ar((5, 6, 8), 1.7))
+    near(elf.flow_loss(golden, x, ids, counted & ~source, draws, source=source)[1], 390.588562)
 
 
 # ------------------------------------------------------------------------------- released checkpoints
