@@ -37,6 +37,8 @@ PRESETS = elf.PRESETS | {
         latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
         batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
 }
+PRESETS["tiny_pair"] = dataclasses.replace(
+    PRESETS["tiny"], data="tiny_pair", length=24, source_length=11, sample_steps=16, gamma=0.0, w=1.0)
 
 # ------------------------------------------------------------------------------------------ the language
 # A story: someone meets with a mishap, suffers it, and undoes it.
@@ -128,6 +130,85 @@ def story_rows(tokenizer, length):
             raise UserError(f"--length={length}: the longest text has {longest} tokens, and an end must fit behind it")
         found.append(np.array([row + [tokenizer.eos_token_id] * (length - len(row)) for row in rows]))
     return found
+
+# ------------------------------------------------------------------------------------------ the pairs
+# A sentence of something like German, and its one translation into something like English.
+#   gestern haben die armen kinder ein rotes schloss im park gekauft  ->  the poor children bought a red lock in the park yesterday
+# A dictionary won't do: the words move; verb and number agree, a or an fits the next word; teacher and girl have one form
+# for both numbers; and four nouns mean one thing to who handles them and another to who looks at them.
+
+WHEN = {"gestern": "yesterday", "neulich": "recently", "damals": "then"} | {     # past, present, future by threes
+    "jetzt": "now", "heute": "today", "immer": "always"} | {"morgen": "tomorrow", "bald": "soon", "später": "later"}
+WHO = {"frau": "die frauen woman women", "mann": "der männer man men", "kind": "das kinder child children", "dieb": "der diebe thief thieves",
+       "lehrer": "der lehrer teacher teachers", "nachbarin": "die nachbarinnen neighbour neighbours",
+       "mädchen": "das mädchen girl girls", "könig": "der könige king kings"}
+LIKE = {"alt": "old", "jung": "young", "klein": "small", "arm": "poor", "reich": "rich", "groß": "tall"}
+DOES = {"kaufen": "gekauft kauft bought buys buy", "tragen": "getragen trägt carried carries carry", "finden": "gefunden findet found finds find",
+        "sehen": "gesehen sieht saw sees see", "malen": "gemalt malt painted paints paint", "zeichnen": "gezeichnet zeichnet drew draws draw"}
+LOOKS = ("sehen", "malen", "zeichnen")
+HOW_MANY = {"ein": "a", "zwei": "two", "drei": "three"}
+WHICH = {"alt": "old", "rot": "red", "klein": "small", "neu": "new", "billig": "cheap", "hässlich": "ugly"}
+WHAT = {"apfel": "m äpfel apple apples", "tisch": "m tische table tables", "uhr": "f uhren clock clocks", "buch": "n bücher book books",
+        "schloss": "n schlösser lock locks castle castles", "birne": "f birnen bulb bulbs pear pears",
+        "strauß": "m sträuße bouquet bouquets ostrich ostriches", "decke": "f decken blanket blankets ceiling ceilings"}
+WHERE = {"im park": "in the park", "im garten": "in the garden", "im hafen": "in the harbour", "am see": "at the lake",
+         "am markt": "at the market", "am tor": "at the gate"}
+PAIR_SLOTS = [list(words) for words in (WHEN, WHO, (False, True), LIKE, DOES, HOW_MANY, WHICH, WHAT, WHERE)]
+
+
+def pair(when, who, many, like, does, how_many, which, what, where):
+    """The sentence for a choice of each slot, and its translation; many: whether the subject is plural."""
+    article, plural, person, people = WHO[who].split()
+    participle, third, *english = DOES[does].split()
+    gender, things, *meanings = WHAT[what].split()
+    tense, one = list(WHEN).index(when) // 3, how_many == "ein"
+
+    first = [("hat", "haben"), (third, does), ("wird", "werden")][tense][many]
+    subject = f"die {like}en {plural}" if many else f"{article} {like}e {who}"
+    thing = f"{how_many} {which}e {things}" if not one else {
+        "m": f"einen {which}en {what}", "f": f"eine {which}e {what}", "n": f"ein {which}es {what}"}[gender]
+    source = f"{when} {first} {subject} {thing} {where} {[participle, '', does][tense]}"
+
+    verb = [english[0], english[2 if many else 1], f"will {english[2]}"][tense]
+    article = HOW_MANY[how_many] + "n" * (one and WHICH[which][0] in "ou")
+    meaning = meanings[-2:] if does in LOOKS else meanings[:2]
+    target = f"the {LIKE[like]} {people if many else person} {verb} {article} {WHICH[which]} {meaning[not one]} {WHERE[where]} {WHEN[when]}"
+    return source.strip(), target
+
+@functools.cache
+def pairs(n, seed, avoid=()):
+    """n different pairs (source, target), drawn evenly from the language, none of them in `avoid`."""
+    rng, found, avoid = random.Random(seed), {}, set(avoid)
+    while len(found) < n:
+        new = pair(*(rng.choice(slot) for slot in PAIR_SLOTS))
+        if new not in avoid:
+            found[new] = None
+    return tuple(found)
+
+def training_pairs():
+    """The pairs that `tiny_pair` trains on: 1 % of the language."""
+    return pairs(40_000, seed=1)
+
+def heldout_pairs():
+    return pairs(1024, seed=2, avoid=training_pairs())
+
+def pair_rows(texts, tokenizer, cfg):
+    """Pairs of texts as an array (N, L): the source as ~id, the target, and EOS, which the model learns to write too."""
+    sources, targets = (tokenizer(list(side), add_special_tokens=False, split_special_tokens=True)["input_ids"] for side in zip(*texts))
+    found = []
+    for source, target in zip(sources, targets):
+        row = [~i for i in source[:cfg.source_length]] + target
+        found.append((row + [tokenizer.eos_token_id] * cfg.length)[:cfg.length])
+    return np.array(found)
+
+def unpack(ids, tokenizer, cfg):
+    """Rows as they are stored (B, L) -> token ids, and which positions are a source's, count in the loss, and are seen."""
+    source, ids = ids < 0, torch.where(ids < 0, ~ids, ids)
+    if cfg.source_length == 0:
+        real = ids != tokenizer.pad_token_id
+        return ids, source, real, real
+    ended = ((ids == tokenizer.eos_token_id) & ~source).cumsum(1) > 0
+    return ids, source, ~source, ~ended
 
 # ------------------------------------------------------------------------------------------ any data
 # What --data names becomes an array of token ids (N, L), N rows of L. Raw text is tokenised once, in parallel, into one
@@ -313,7 +394,11 @@ def measure_latents(cfg, encoder, rows):
     n, pad = max(2 ** 16 // cfg.length, 1), encoder.tokenizer.pad_token_id
     ids = take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(encoder.model.device)
     raw = dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0)
-    x = torch.cat([encoder.encode(part, raw, (part != pad)[:, None])[part != pad] for part in ids.split(64)])
+    x = []
+    for part in ids.split(64):
+        part, source, _, real = unpack(part, encoder.tokenizer, cfg)
+        x.append(encoder.encode(part, raw, elf.who_sees(source, real, torch.zeros(len(part), dtype=torch.bool)))[real])
+    x = torch.cat(x)
     return dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
 
 def words_of(text):
@@ -374,6 +459,7 @@ def train_encoder(rows, tokenizer, cfg, share=0.3):
     optimizer, losses = torch.optim.AdamW(encoder.parameters(), cfg.encoder_lr), []
     for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
         clean = take(rows, torch.randint(len(rows), (batch,)))                          # (batch, L)
+        clean, source, _, real = unpack(clean, tokenizer, cfg)
         masked = torch.rand(clean.shape) < share
         h = encoder(input_ids=clean.masked_fill(masked, tokenizer.mask_token_id)).last_hidden_state
         logits = F.linear(h[masked] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -57,11 +58,14 @@ class Options:
 def load_data(cfg, device, encoder=None):
     """(cfg with vocabulary and latents' mean and std filled in, encoder, training rows, held-out rows); rows are arrays of
     token ids (N, L). Without an encoder a small one is trained on the data."""
-    data, tokenizer = None if cfg.data == "tiny" else tiny_config.open_data(cfg.data), encoder and encoder.tokenizer
+    data, tokenizer = None if cfg.data in ("tiny", "tiny_pair") else tiny_config.open_data(cfg.data), encoder and encoder.tokenizer
     cfg = tiny_config.fit(cfg, encoder) if encoder else cfg
     if cfg.data == "tiny":
         tokenizer = tokenizer or tiny_config.word_tokenizer(tiny_config.training_stories())
         train, heldout = tiny_config.story_rows(tokenizer, cfg.length)
+    elif cfg.data == "tiny_pair":
+        tokenizer = tokenizer or tiny_config.word_tokenizer(itertools.chain(*tiny_config.training_pairs()))
+        train, heldout = (tiny_config.pair_rows(t, tokenizer, cfg) for t in (tiny_config.training_pairs(), tiny_config.heldout_pairs()))
     else:
         if encoder is None and "input_ids" in data.column_names:
             raise UserError(f"--data={cfg.data}: holds token ids; name the encoder that they are for, --encoder=...")
@@ -154,7 +158,8 @@ def make_optimizers(model, cfg):
 
 def schedule(step, cfg):
     """Share of the learning rate at a step: up from 0, constant, down to 0."""
-    up, down = cfg.warmup * cfg.steps, cfg.cooldown * cfg.steps
+    up = cfg.warmup if cfg.warmup >= 1 else cfg.warmup * cfg.steps
+    down = cfg.cooldown * cfg.steps
     return min(1, (step + 1) / up if up else 1, (cfg.steps - step) / down if down else 1)
 
 def make_average(model, decay):
@@ -235,7 +240,7 @@ class Trainer:
     def train_step(self, ids):
         """One step of the optimisers on this process's share of the batch, ids (B / processes, L), in parts; returns its figures."""
         cfg, parts = self.cfg, ids.to(self.device, non_blocking=True).split(self.micro)
-        n = self.total((ids != self.pad).sum())                     # counted positions of the whole batch
+        n = self.total(tiny_config.unpack(ids, self.encoder.tokenizer, cfg)[2].sum())  # counted positions of the whole batch
         sums = torch.zeros(3, device=self.device)
         for i, part in enumerate(parts):
             with contextlib.nullcontext() if self.world == 1 or part is parts[-1] else self.network.no_sync():
@@ -259,9 +264,10 @@ class Trainer:
 
     def loss(self, model, ids, draws, n=None):
         """flow_loss of token ids (B, L); PAD neither counts nor is seen by the encoder."""
-        counted = ids != self.pad
-        x = self.encoder.encode(ids, self.cfg, None if counted.all() else counted[:, None])
-        return elf.flow_loss(model, x, ids, counted, draws, n)
+        ids, source, counted, real = tiny_config.unpack(ids, self.encoder.tokenizer, self.cfg)
+        sees = elf.who_sees(source, real, draws.drop) if self.cfg.source_length else None if real.all() else real[:, None]
+        x = self.encoder.encode(ids, self.cfg, sees).masked_fill((source & draws.drop[:, None])[..., None], 0)
+        return elf.flow_loss(model, x, ids, counted, draws, n, source)
 
     @torch.no_grad()
     def heldout_loss(self, rows):
