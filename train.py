@@ -14,7 +14,6 @@ import json
 import math
 import os
 import pickle
-import re
 import shlex
 import signal
 import sys
@@ -171,7 +170,8 @@ class Trainer:
 
     def __init__(self, cfg, encoder, rows, device, options=Options(), rank=0, world=1):
         torch.manual_seed(cfg.seed)
-        self.cfg, self.encoder, self.rows, self.device, self.step, self.rank, self.world = cfg, encoder, rows, device, 0, rank, world
+        self.cfg, self.encoder, self.rows, self.device, self.rank, self.world = cfg, encoder, rows, device, rank, world
+        self.step, self.log = 0, []                                 # the log: what metrics.jsonl holds, a dict a line
         self.pad, some = encoder.tokenizer.pad_token_id, tiny_config.take(rows, range(0, len(rows), max(len(rows) // 1000, 1)))
         self.data = f"{len(rows)} {hashlib.sha256(some.numpy().tobytes()).hexdigest()}"             # tells data apart, by some rows
         self.micro = options.micro_batch or cfg.batch // world
@@ -199,13 +199,22 @@ class Trainer:
             raise UserError(f"--init={source}: of another size than this run ({elf.one_line(error)})") from None
 
     def state(self):
-        return {"step": self.step, "data": self.data, "micro": self.micro, "model": self.model.state_dict(),
-                "average": self.average.state_dict(), "optimizers": [o.state_dict() for o, _ in self.optimizers]}
+        return {"step": self.step, "log": self.log, "data": self.data, "micro": self.micro,
+                "model": self.model.state_dict(), "average": self.average.state_dict(), "optimizers": [o.state_dict() for o, _ in self.optimizers]}
 
     def save(self, folder):
-        """model.safetensors to sample from, state.pt to go on from."""
+        """model.safetensors to sample from, state.pt to go on from, and the logs."""
         elf.save_model(folder, self.average.module.state_dict(), self.cfg)
         elf.write_safely(f"{folder}/state.pt", lambda path: torch.save(self.state(), path))
+        self.write_log(folder)
+
+    def write_log(self, folder):
+        """metrics.jsonl, a line an entry, and samples.txt, both anew."""
+        lines = [json.dumps(entry, ensure_ascii=False) for entry in self.log]
+        samples = ["\n".join([f"--- step {entry['step']}", *entry["samples"]]) for entry in self.log if "samples" in entry]
+        for name, texts in (("metrics.jsonl", lines), ("samples.txt", samples)):
+            whole = "".join(text + "\n" for text in texts)
+            elf.write_safely(f"{folder}/{name}", lambda path: Path(path).write_text(whole, encoding="utf-8"))
 
     def load(self, folder):
         path = f"{folder}/state.pt"
@@ -217,7 +226,7 @@ class Trainer:
             self.average.load_state_dict(state["average"])
             for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
-            self.step, data, micro = state["step"], state["data"], state["micro"]
+            self.step, self.log, data, micro = state["step"], state["log"], state["data"], state["micro"]
         except (OSError, RuntimeError, ValueError, KeyError, TypeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
             raise UserError(f"{path}: refused, not a whole checkpoint of this run ({elf.one_line(error)})") from None
         if data != self.data:
@@ -263,79 +272,61 @@ class Trainer:
         x = self.encoder.encode(ids, self.cfg, None if counted.all() else counted[:, None])
         return elf.flow_loss(model, x, ids, counted, draws, n)
 
-    @torch.no_grad()
-    def heldout_loss(self, rows):
-        """MSE and CE of the averaged weights on some held-out rows, up to four parts, with the same draws each time."""
-        ids = tiny_config.take(rows, range(min(4 * self.micro, len(rows)))).to(self.device)
-        parts = [part for part in ids.split(self.micro) if len(part) >= 3]
-        draws = [elf.draw(self.cfg, len(part), seeded(self.cfg.seed, 4, i, device=self.device)) for i, part in enumerate(parts)]
-        losses = [self.loss(self.average.module, *inputs) for inputs in zip(parts, draws)]
-        _, mse, ce = torch.tensor(losses).mean(0).tolist()
-        return {"heldout_mse": mse, "heldout_ce": ce}
-
-# ------------------------------------------------------------------------------------------ logs
-
-class Log:
-    """metrics.jsonl, a line an entry, samples.txt and loss.png; a resumed run drops what comes after the step it goes on from."""
-
-    def __init__(self, folder, step):
-        self.folder, path = folder, Path(folder, "metrics.jsonl")
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        self.entries = [json.loads(line) for line, at in re.findall(r'(?m)^({"step": (\d+), .*})$', text) if int(at) <= step]
-        self.write()
-
-    def write(self, *entries):
-        self.entries += entries
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.entries)
-        elf.write_safely(f"{self.folder}/metrics.jsonl", lambda path: Path(path).write_text(lines, encoding="utf-8"))
-
-    def show(self, step, figures, texts):
-        """Logs held-out figures and some samples, and prints the figures and two samples."""
-        self.write({"step": step, **figures, "samples": texts[:8]})
-        shown = [f"--- step {entry['step']}\n" + "\n".join(entry["samples"]) + "\n" for entry in self.entries if "samples" in entry]
-        elf.write_safely(f"{self.folder}/samples.txt", lambda path: Path(path).write_text("".join(shown), encoding="utf-8"))
-        tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-        tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
-
 # ------------------------------------------------------------------------------------------ the program
+
+@torch.no_grad()
+def evaluate(trainer, heldout, reference, last):
+    """Held-out losses and the measures of some samples, of the averaged weights, as an entry of the log; prints them."""
+    cfg, model, tokenizer = trainer.cfg, trainer.average.module, trainer.encoder.tokenizer
+    ids = tiny_config.take(heldout, range(min(4 * trainer.micro, len(heldout)))).to(trainer.device)
+    parts = [part for part in ids.split(trainer.micro) if len(part) >= 3]
+    draws = [elf.draw(cfg, len(part), seeded(cfg.seed, 4, i, device=trainer.device)) for i, part in enumerate(parts)]    # always the same
+    _, mse, ce = torch.tensor([trainer.loss(model, *inputs) for inputs in zip(parts, draws)]).mean(0).tolist()
+    n, steps = (256, cfg.sample_steps) if last else (32, 16)
+    rows = generate(model, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
+    texts = [to_text(tokenizer, row) for row in rows]
+    figures = {"heldout_mse": mse, "heldout_ce": ce} | measure(tokenizer, rows.tolist(), texts, reference)
+    tqdm.write(f"step {trainer.step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+    tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
+    return {"step": trainer.step} | figures | {"samples": texts[:8]}
 
 def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
-    cfg, tokenizer, first, began, main = trainer.cfg, trainer.encoder.tokenizer, trainer.step, time.time(), trainer.rank == 0
-    eval_every, log = cfg.eval_every or min(max(cfg.steps // 10, 1), 1000), Log(folder, trainer.step) if main else None
-    reference = load_reference(cfg, tokenizer, "", 256) or (
+    cfg, first, began, main = trainer.cfg, trainer.step, time.time(), trainer.rank == 0
+    log_every, eval_every = min(max(cfg.steps // 50, 1), 100), cfg.eval_every or min(max(cfg.steps // 10, 1), 1000)
+    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (
         [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
-    bar = tqdm(total=cfg.steps, initial=first, disable=None if main else True, unit="step")     # a bar on terminals only
+    todo = batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda")
+    bar = tqdm(todo, total=cfg.steps, initial=first, disable=None if main else True, unit="step")       # a bar on terminals only
+    if main:
+        trainer.write_log(folder)                                   # without what came after the checkpoint
     with interrupts() as seen:
-        for ids in batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda"):
+        for ids in bar:
             figures = trainer.train_step(ids)
             stop = trainer.total(len(seen)) > 0                     # of any process: all end at the same step
             step, last = trainer.step, trainer.step == cfg.steps
+            due = step % eval_every == 0 or last
             if main:
                 rate = (step - first) / (time.time() - began)       # steps/s
                 figures["tokens_per_s"] = round(rate * cfg.batch * cfg.length)
                 line = f"mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {figures['tokens_per_s']:,} tokens/s"
-                bar.update()
                 bar.set_postfix_str(line)
-                if step % min(max(cfg.steps // 50, 1), 100) == 0 or last:
-                    log.write({"step": step} | figures)
+                if step % log_every == 0 or last:
+                    trainer.log.append({"step": step} | figures)
+                    trainer.write_log(folder)
                     if bar.disable:
                         print(f"step {step}/{cfg.steps}: {line}, {(cfg.steps - step) / rate / 60:.1f} minutes to go", flush=True)
-                if step % eval_every == 0 or last or stop:
+                if due:
+                    trainer.log.append(evaluate(trainer, heldout, reference, last))
+                if due or stop:
                     trainer.save(folder)
-                if step % eval_every == 0 or last:
-                    n, steps = (256, cfg.sample_steps) if last else (32, 16)
-                    rows = generate(trainer.average.module, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
-                    texts = [to_text(tokenizer, row) for row in rows]
-                    log.show(step, trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts)
                 if keep and step % (keep * eval_every) == 0:
                     os.makedirs(f"{folder}/step_{step}", exist_ok=True)
                     elf.save_model(f"{folder}/step_{step}", trainer.average.module.state_dict(), cfg)
             if stop and not last and trainer.total(1).item():       # the others wait for the first, which saves
                 raise SystemExit(f"stopped at step {step}, which is saved; to go on: {again}")
     if main:
-        bar.close()
-        plot_losses(log.entries, f"{folder}/loss.png")
+        plot_losses(trainer.log, f"{folder}/loss.png")
         print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
 @contextlib.contextmanager
