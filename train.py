@@ -332,17 +332,15 @@ def run_training(trainer, heldout, folder, again, keep):
 @contextlib.contextmanager
 def interrupts():
     """A list that collects Ctrl-C and SIGTERM, so that the step at hand ends and is saved; a second one ends the program at once."""
-    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", 15))}
+    seen = []
     def handle(number, frame):
+        if number in seen and "LOCAL_RANK" not in os.environ:       # torchrun may pass one on a second time
+            raise KeyboardInterrupt
         seen.append(number)
-        signal.signal(number, handle if "LOCAL_RANK" in os.environ else before[number])     # torchrun may pass one on a second time
-    try:
-        for number in before:
-            signal.signal(number, handle)
+    with contextlib.ExitStack() as afterwards:                      # which puts the handlers back
+        for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
+            afterwards.callback(signal.signal, number, signal.signal(number, handle))
         yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 def settings(options, changes):
     """(Config of the run, its folder, the command that resumes it) from the command line."""
