@@ -21,7 +21,6 @@ import tempfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,13 +32,13 @@ from tqdm import tqdm
 import elf
 import tiny_config
 from elf import UserError, key
-from sample import (accelerate, connect, generate, load_reference, measure, nearest, override, parse, plot_losses, run, seeded,
-                    to_text)
+from sample import accelerate, connect, generate, load_reference, measure, override, parse, plot_losses, run, seeded, to_text
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Keys of a run, their defaults and meanings."""
-    config: str = key("", f"preset: {', '.join(tiny_config.PRESETS)}; every key of the second list changes one value of it")
+    config: str = key("", f"preset: {', '.join(tiny_config.PRESETS)}; every key of the second list changes one value of it",
+                      one_of=tuple(tiny_config.PRESETS))
     out_dir: str = key("", "folder to write to (empty: out/ and the preset's name)")
     resume: bool = key(False, "go on with the run in out_dir, with exactly the weights it would have had")
     init: str = key("", "start from these weights: whatever sample.py takes as --model")
@@ -344,13 +343,10 @@ def interrupts():
 
 def settings(options, changes):
     """(Config of the run, its folder, the command that resumes it) from the command line."""
-    if options.config not in tiny_config.PRESETS:
-        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, tiny_config.PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
-    processes, machine = os.environ.get("LOCAL_WORLD_SIZE"), ("device", "dtype", "compile", "micro_batch", "checkpoint_activations", "keep")
-    again = shlex.join((["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"])
-                       + ["train.py", f"--config={options.config}", f"--out_dir={folder}", "--resume"]
-                       + [f"--{name}={value}" for name in machine if (value := getattr(options, name)) != getattr(Options, name)])
+    processes, same = os.environ.get("LOCAL_WORLD_SIZE"), dataclasses.replace(options, out_dir=folder, resume=True, init="", dry_run=False)
+    keys = [f"--{name}={value}".removesuffix("=True") for name, value in vars(same).items() if value != getattr(Options, name)]
+    again = shlex.join((["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"]) + ["train.py", *keys])
     if not options.resume:
         if not options.dry_run and (os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder)):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
@@ -385,15 +381,13 @@ def main(argv):
         source = elf.encoder_source(folder, cfg) if options.resume else cfg.encoder
         encoder = None if source == "scratch" else elf.load_encoder(source, device, cfg.encoder_dtype)
         cfg, encoder, rows, heldout = load_data(cfg, device, encoder)
-        if cfg.steps == 0:
-            cfg = dataclasses.replace(cfg, steps=max(round(cfg.epochs * len(rows) / cfg.batch), 1))
+        cfg = dataclasses.replace(cfg, steps=cfg.steps or max(round(cfg.epochs * len(rows) / cfg.batch), 1))
     if world > 1:
         shared = [cfg, folder, again, elf.Encoder(encoder.model.cpu(), encoder.tokenizer)] if rank == 0 else [None] * 4
         dist.broadcast_object_list(shared)
         cfg, folder, again, encoder = shared
         encoder.model.to(device)
-        if rank > 0:
-            cfg, encoder, rows, heldout = load_data(cfg, device, encoder)
+        cfg, encoder, rows, heldout = load_data(cfg, device, encoder)       # which the first one left tokenised
     trainer = Trainer(cfg, encoder, rows, device, options, rank, world)
     if options.resume:
         trainer.load(folder)
