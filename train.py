@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import shlex
 import signal
 import sys
@@ -178,7 +177,13 @@ class Trainer:
             raise UserError(f"--batch={cfg.batch}: must be a multiple of {world} processes x --micro_batch={self.micro}, which is at least 3")
         self.model = elf.ELF(cfg).to(device)
         if options.init:
-            self.start_from(options.init)
+            model, other = elf.load_model(options.init, device, cfg)
+            if (other.latent_mean, other.latent_std) != (cfg.latent_mean, cfg.latent_std):
+                raise UserError(f"--init={options.init}: give this run --latent_mean={other.latent_mean} --latent_std={other.latent_std}")
+            try:
+                self.model.load_state_dict(model.state_dict())
+            except RuntimeError as error:
+                raise UserError(f"--init={options.init}: of another size than this run ({elf.one_line(error)})") from None
         self.average = make_average(self.model, cfg.ema)            # a copy, before accelerate patches the blocks
         accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
         self.network = self.model
@@ -186,20 +191,11 @@ class Trainer:
             self.network = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
             self.network.cfg, self.network.denoise = cfg, self.model.denoise
         self.optimizers = make_optimizers(self.model, cfg)
-
-    def start_from(self, source):
-        model, cfg = elf.load_model(source, self.device, self.cfg)
-        for name in ("latent_mean", "latent_std"):
-            if getattr(cfg, name) != getattr(self.cfg, name):
-                raise UserError(f"--init={source}: has {name} {getattr(cfg, name)}, this run has {getattr(self.cfg, name)}: give --{name}")
-        try:
-            self.model.load_state_dict(model.state_dict())
-        except RuntimeError as error:
-            raise UserError(f"--init={source}: of another size than this run ({elf.one_line(error)})") from None
+        self.parts = {"model": self.model, "average": self.average} | {type(o).__name__: o for o, _ in self.optimizers}
 
     def state(self):
-        return {"step": self.step, "log": self.log, "data": self.data, "micro": self.micro,
-                "model": self.model.state_dict(), "average": self.average.state_dict(), "optimizers": [o.state_dict() for o, _ in self.optimizers]}
+        numbers = {"step": self.step, "log": self.log, "data": self.data, "micro": self.micro}
+        return numbers | {name: part.state_dict() for name, part in self.parts.items()}
 
     def save(self, folder):
         """model.safetensors to sample from, state.pt to go on from, and the logs."""
@@ -218,16 +214,14 @@ class Trainer:
     def load(self, folder):
         path = f"{folder}/state.pt"
         try:
-            if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():     # a zip with checksums
-                raise ValueError("missing, cut off or altered")
+            if zipfile.ZipFile(path).testzip():                                     # a zip with checksums
+                raise ValueError("altered")
             state = torch.load(path, map_location="cpu", weights_only=True)         # runs no code from the file
-            self.model.load_state_dict(state["model"])
-            self.average.load_state_dict(state["average"])
-            for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
             self.step, self.log, data, micro = state["step"], state["log"], state["data"], state["micro"]
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-            raise UserError(f"{path}: refused, not a whole checkpoint of this run ({elf.one_line(error)})") from None
+        except Exception as error:                                                  # zipfile and torch raise many kinds
+            raise UserError(f"{path}: refused, missing or not a whole checkpoint of this run ({elf.one_line(error)})") from None
         if data != self.data:
             raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
         if micro != self.micro and self.rank == 0:
