@@ -186,10 +186,6 @@ class Trainer:
                 raise UserError(f"--init={options.init}: of another size than this run ({elf.one_line(error)})") from None
         self.average = make_average(self.model, cfg.ema)            # a copy, before accelerate patches the blocks
         accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
-        self.network = self.model
-        if world > 1:                   # the training pass goes through DDP's hooks, the first guess doesn't
-            self.network = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.network.cfg, self.network.denoise = cfg, self.model.denoise
         self.optimizers = make_optimizers(self.model, cfg)
         self.parts = {"model": self.model, "average": self.average} | {type(o).__name__: o for o, _ in self.optimizers}
 
@@ -240,12 +236,13 @@ class Trainer:
         n = self.total((ids != self.pad).sum())                     # counted positions of the whole batch
         sums = torch.zeros(3, device=self.device)
         for i, part in enumerate(parts):
-            with contextlib.nullcontext() if self.world == 1 or part is parts[-1] else self.network.no_sync():
-                # the random numbers depend on the seed, the step and the part of the whole batch, and on nothing else
-                draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
-                losses = self.loss(self.network, part, draws, n)
-                (self.world * losses[0]).backward()                 # DDP divides the gradients by the number of processes
+            # the random numbers depend on the seed, the step and the part of the whole batch, and on nothing else
+            draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
+            losses = self.loss(self.model, part, draws, n)
+            losses[0].backward()
             sums += torch.stack(losses).detach()
+        for p in self.model.parameters():
+            self.total(p.grad)                                      # in place: the gradients of the whole batch, at every process
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip).item()
         loss, mse, ce = self.total(sums).tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):      # before it reaches the weights
