@@ -7,6 +7,7 @@
 Everything a run writes lies in out/NAME/; python sample.py --model=out/NAME makes texts from it.
 """
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -25,7 +26,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
 import elf
@@ -154,13 +154,6 @@ def schedule(step, cfg):
     up, down = cfg.warmup * cfg.steps, cfg.cooldown * cfg.steps
     return min(1, (step + 1) / up if up else 1, (cfg.steps - step) / down if down else 1)
 
-def make_average(model, decay):
-    """The running average of the weights. Warmed up: early on a long average would still be the initial weights."""
-    @torch.no_grad()
-    def average(averages, currents, n):
-        torch._foreach_lerp_(averages, currents, 1 - min(decay, (1 + n.item()) / (10 + n.item())))
-    return AveragedModel(model, multi_avg_fn=average)
-
 # ------------------------------------------------------------------------------------------ checkpoints
 
 class Trainer:
@@ -184,7 +177,7 @@ class Trainer:
                 self.model.load_state_dict(model.state_dict())
             except RuntimeError as error:
                 raise UserError(f"--init={options.init}: of another size than this run ({elf.one_line(error)})") from None
-        self.average = make_average(self.model, cfg.ema)            # a copy, before accelerate patches the blocks
+        self.average = copy.deepcopy(self.model).requires_grad_(False)      # of the weights over time; before accelerate patches the blocks
         accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
         self.optimizers = make_optimizers(self.model, cfg)
         self.parts = {"model": self.model, "average": self.average} | {type(o).__name__: o for o, _ in self.optimizers}
@@ -195,7 +188,7 @@ class Trainer:
 
     def save(self, folder):
         """model.safetensors to sample from, state.pt to go on from, and the logs."""
-        elf.save_model(folder, self.average.module.state_dict(), self.cfg)
+        elf.save_model(folder, self.average.state_dict(), self.cfg)
         elf.write_safely(f"{folder}/state.pt", lambda path: torch.save(self.state(), path))
         self.write_log(folder)
 
@@ -251,7 +244,8 @@ class Trainer:
             optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
             optimizer.step()
             optimizer.zero_grad()
-        self.average.update_parameters(self.model)
+        decay = min(cfg.ema, (1 + self.step) / (10 + self.step))    # early on a long average would still be the initial weights
+        torch._foreach_lerp_(list(self.average.parameters()), [p.detach() for p in self.model.parameters()], 1 - decay)
         self.step += 1
         parts = self.world * len(parts)
         return {"loss": loss, "mse": mse / parts, "ce": ce / parts, "grad_norm": norm, "lr": cfg.lr * schedule(self.step - 1, cfg)}
@@ -267,7 +261,7 @@ class Trainer:
 @torch.no_grad()
 def evaluate(trainer, heldout, reference, last):
     """Held-out losses and the measures of some samples, of the averaged weights, as an entry of the log; prints them."""
-    cfg, model, tokenizer = trainer.cfg, trainer.average.module, trainer.encoder.tokenizer
+    cfg, model, tokenizer = trainer.cfg, trainer.average, trainer.encoder.tokenizer
     ids = tiny_config.take(heldout, range(min(4 * trainer.micro, len(heldout)))).to(trainer.device)
     parts = [part for part in ids.split(trainer.micro) if len(part) >= 3]
     draws = [elf.draw(cfg, len(part), seeded(cfg.seed, 4, i, device=trainer.device)) for i, part in enumerate(parts)]    # always the same
@@ -312,7 +306,7 @@ def run_training(trainer, heldout, folder, again, keep):
                     trainer.save(folder)
                 if keep and step % (keep * eval_every) == 0:
                     os.makedirs(f"{folder}/step_{step}", exist_ok=True)
-                    elf.save_model(f"{folder}/step_{step}", trainer.average.module.state_dict(), cfg)
+                    elf.save_model(f"{folder}/step_{step}", trainer.average.state_dict(), cfg)
             if stop and not last and trainer.total(1).item():       # the others wait for the first, which saves
                 raise SystemExit(f"stopped at step {step}, which is saved; to go on: {again}")
     if main:
