@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import elf
@@ -70,8 +69,7 @@ def load_data(cfg, device, encoder=None):
         train, heldout = rows[:-n_heldout], rows[-n_heldout:]
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
-        model = tiny_config.train_encoder(train, tokenizer, cfg)
-        encoder = elf.Encoder(model.to(device), tokenizer)
+        encoder = elf.Encoder(tiny_config.train_encoder(train, tokenizer, cfg).to(device), tokenizer)
         cfg = tiny_config.fit(cfg, encoder)
     return tiny_config.measure_latents(cfg, encoder, train) if cfg.latent_std == 0 else cfg, encoder, train, heldout
 
@@ -87,8 +85,7 @@ def batch_rows(step, batch, n, seed):
 def batches(rows, cfg, first, rank=0, world=1, gpu=False):
     """From step `first` on, what a process gets of each batch: token ids (B / processes, L)."""
     def read(step):
-        ids = tiny_config.take(rows, batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank])
-        return ids.pin_memory() if gpu else ids
+        return tiny_config.take(rows, batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank])
     if not gpu:                                 # on a CPU a second thread would halve the speed of the first
         yield from map(read, range(first, cfg.steps))
         return
@@ -135,7 +132,7 @@ def share_out(function, x):
     if not dist.is_initialized() or len(x) < dist.get_world_size():
         return function(x)
     n, world = len(x), dist.get_world_size()
-    x = F.pad(x, (0, 0, 0, 0, 0, -n % world))                                   # (m, rows, columns), m a multiple of world
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -n % world))                 # (m, rows, columns), m a multiple of world
     out = torch.empty_like(x)
     dist.all_gather(list(out.chunk(world)), function(x.chunk(world)[dist.get_rank()]).contiguous())
     return out[:n]
@@ -194,11 +191,10 @@ class Trainer:
 
     def write_log(self, folder):
         """metrics.jsonl, a line an entry, and samples.txt, both anew."""
-        lines = [json.dumps(entry, ensure_ascii=False) for entry in self.log]
-        samples = ["\n".join([f"--- step {entry['step']}", *entry["samples"]]) for entry in self.log if "samples" in entry]
-        for name, texts in (("metrics.jsonl", lines), ("samples.txt", samples)):
-            whole = "".join(text + "\n" for text in texts)
-            elf.write_safely(f"{folder}/{name}", lambda path: Path(path).write_text(whole, encoding="utf-8"))
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.log)
+        samples = "".join(f"--- step {entry['step']}\n" + "\n".join(entry["samples"]) + "\n" for entry in self.log if "samples" in entry)
+        elf.write_safely(f"{folder}/metrics.jsonl", lambda path: Path(path).write_text(lines, encoding="utf-8"))
+        elf.write_safely(f"{folder}/samples.txt", lambda path: Path(path).write_text(samples, encoding="utf-8"))
 
     def load(self, folder):
         path = f"{folder}/state.pt"
@@ -225,7 +221,7 @@ class Trainer:
 
     def train_step(self, ids):
         """One step of the optimisers on this process's share of the batch, ids (B / processes, L), in parts; returns its figures."""
-        cfg, parts = self.cfg, ids.to(self.device, non_blocking=True).split(self.micro)
+        cfg, parts = self.cfg, ids.to(self.device).split(self.micro)
         n = self.total((ids != self.pad).sum())                     # counted positions of the whole batch
         sums = torch.zeros(3, device=self.device)
         for i, part in enumerate(parts):
@@ -282,8 +278,6 @@ def run_training(trainer, heldout, folder, again, keep):
         [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
     todo = batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda")
     bar = tqdm(todo, total=cfg.steps, initial=first, disable=None if main else True, unit="step")       # a bar on terminals only
-    if main:
-        trainer.write_log(folder)                                   # without what came after the checkpoint
     with interrupts() as seen:
         for ids in bar:
             figures = trainer.train_step(ids)
@@ -310,6 +304,7 @@ def run_training(trainer, heldout, folder, again, keep):
             if stop and not last and trainer.total(1).item():       # the others wait for the first, which saves
                 raise SystemExit(f"stopped at step {step}, which is saved; to go on: {again}")
     if main:
+        trainer.write_log(folder)
         plot_losses(trainer.log, f"{folder}/loss.png")
         print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
