@@ -587,7 +587,7 @@ def test_muon_equals_a_plain_computation_matrix_by_matrix():
 
 def test_muon_has_the_matrices_and_adam_the_rest():
     model = ELF(GOLDEN)
-    (muon, _), (adam, _) = train.make_optimizers(model, GOLDEN)
+    muon, adam = train.make_optimizers(model, GOLDEN)
     in_muon, in_adam = ({id(p) for p in o.param_groups[0]["params"]} for o in (muon, adam))
     for name, p in model.named_parameters():
         assert (id(p) in in_muon) == (p.ndim == 2) and (id(p) in in_adam) == (p.ndim != 2), name

@@ -138,13 +138,12 @@ def share_out(function, x):
     return out[:n]
 
 def make_optimizers(model, cfg):
-    """Muon on the 2-D weights, Adam on biases, norms and learned tokens; as pairs (optimizer, largest rate)."""
+    """Muon on the 2-D weights, Adam on biases, norms and learned tokens."""
     if cfg.optimizer == "adamw":
-        return [(torch.optim.AdamW(model.parameters(), cfg.lr), cfg.lr)]
+        return [torch.optim.AdamW(model.parameters(), cfg.lr)]
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    adam_lr = cfg.adam_lr or cfg.lr
-    return [(Muon(matrices, cfg.lr), cfg.lr), (torch.optim.Adam(others, adam_lr, betas=(0.9, 0.999), eps=1e-8), adam_lr)]
+    return [Muon(matrices, cfg.lr), torch.optim.Adam(others, cfg.adam_lr or cfg.lr, betas=(0.9, 0.999), eps=1e-8)]
 
 def schedule(step, cfg):
     """Share of the learning rate at a step: up from 0, constant, down to 0."""
@@ -177,7 +176,7 @@ class Trainer:
         self.average = copy.deepcopy(self.model).requires_grad_(False)      # of the weights over time; before accelerate patches the blocks
         accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
         self.optimizers = make_optimizers(self.model, cfg)
-        self.parts = {"model": self.model, "average": self.average} | {type(o).__name__: o for o, _ in self.optimizers}
+        self.parts = {"model": self.model, "average": self.average} | {type(o).__name__: o for o in self.optimizers}
 
     def state(self):
         numbers = {"step": self.step, "log": self.log, "data": self.data, "micro": self.micro}
@@ -236,8 +235,8 @@ class Trainer:
         loss, mse, ce = self.total(sums).tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):      # before it reaches the weights
             raise SystemExit(f"step {self.step + 1}: loss {loss}, gradient norm {norm}. The last checkpoint is kept; try a smaller --lr")
-        for optimizer, lr in self.optimizers:
-            optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * schedule(self.step, cfg)
             optimizer.step()
             optimizer.zero_grad()
         decay = min(cfg.ema, (1 + self.step) / (10 + self.step))    # early on a long average would still be the initial weights
