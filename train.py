@@ -163,17 +163,17 @@ class Trainer:
         self.data = f"{len(rows)} {hashlib.sha256(some.numpy().tobytes()).hexdigest()}"             # tells data apart, by some rows
         self.micro = options.micro_batch or cfg.batch // world
         if cfg.batch % (self.micro * world) or self.micro < 3:
-            raise UserError(f"--batch={cfg.batch}: must be a multiple of {world} processes x --micro_batch={self.micro}, which is at least 3")
+            raise UserError(f"--batch={cfg.batch}: must be a multiple of {world} processes x --micro_batch={self.micro}, itself at least 3")
         self.model = elf.ELF(cfg).to(device)
-        if options.init:
-            model, other = elf.load_model(options.init, device, cfg)
+        if source := options.init:
+            model, other = elf.load_model(source, device, cfg)
             if (other.latent_mean, other.latent_std) != (cfg.latent_mean, cfg.latent_std):
-                raise UserError(f"--init={options.init}: give this run --latent_mean={other.latent_mean} --latent_std={other.latent_std}")
+                raise UserError(f"--init={source}: other latents; add --latent_mean={other.latent_mean} --latent_std={other.latent_std}")
             try:
                 self.model.load_state_dict(model.state_dict())
             except RuntimeError as error:
-                raise UserError(f"--init={options.init}: of another size than this run ({elf.one_line(error)})") from None
-        self.average = copy.deepcopy(self.model).requires_grad_(False)      # of the weights over time; before accelerate patches the blocks
+                raise UserError(f"--init={source}: of another size than this run ({elf.one_line(error)})") from None
+        self.average = copy.deepcopy(self.model).requires_grad_(False)      # copied before accelerate patches the blocks
         accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
         self.optimizers = make_optimizers(self.model, cfg)
         self.parts = {"model": self.model, "average": self.average} | {type(o).__name__: o for o in self.optimizers}
@@ -209,7 +209,7 @@ class Trainer:
         if data != self.data:
             raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
         if micro != self.micro and self.rank == 0:
-            print(f"note: {self.micro} sequences at once, not {micro}: from here on other random numbers (--micro_batch={micro} keeps them)")
+            print(f"note: {self.micro} sequences at once, not {micro}: from now on other random numbers (--micro_batch={micro} keeps them)")
 
     def total(self, value):
         """The sum of a number or tensor over all processes, as a tensor."""
@@ -303,7 +303,7 @@ def run_training(trainer, heldout, folder, again, keep):
             if stop and not last and trainer.total(1).item():       # the others wait for the first, which saves
                 raise SystemExit(f"stopped at step {step}, which is saved; to go on: {again}")
     if main:
-        trainer.write_log(folder)
+        trainer.write_log(folder)                                   # again, where a whole run is resumed
         plot_losses(trainer.log, f"{folder}/loss.png")
         print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
@@ -374,12 +374,12 @@ def main(argv):
         start_folder(folder, trainer)
     if rank == 0:
         size, tokens, epoch = sum(p.numel() for p in trainer.model.parameters()), len(rows) * cfg.length, len(rows) / cfg.batch
-        print(f"{options.config}: {size:,} parameters on {world} x {device.type}; {tokens:,} training tokens in {len(rows):,} rows, an epoch of "
-              f"{epoch:,.1f} steps of {cfg.batch * cfg.length:,} tokens; steps {trainer.step} to {cfg.steps}", flush=True)
+        print(f"{options.config}: {size:,} parameters on {world} x {device.type}; {tokens:,} training tokens in {len(rows):,} rows, "
+              f"an epoch of {epoch:,.1f} steps of {cfg.batch * cfg.length:,} tokens; steps {trainer.step} to {cfg.steps}", flush=True)
     if options.dry_run:
         ids, began = next(iter(batches(rows, cfg, 0, rank, world))), time.time()
-        print(f"one step: {trainer.train_step(ids)}, {time.time() - began:.1f} s, at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB "
-              "of GPU memory; no model was written")
+        print(f"one step: {trainer.train_step(ids)}, {time.time() - began:.1f} s, at most "
+              f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB of GPU memory; no model was written")
     else:
         run_training(trainer, heldout, folder, again, options.keep)
     if world > 1:
