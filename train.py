@@ -7,6 +7,7 @@
 Everything a run writes lies in out/NAME/; python sample.py --model=out/NAME makes texts from it.
 """
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -14,8 +15,6 @@ import itertools
 import json
 import math
 import os
-import pickle
-import re
 import shlex
 import signal
 import sys
@@ -23,25 +22,22 @@ import tempfile
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.optim.swa_utils import AveragedModel
 from tqdm import tqdm
 
 import elf
 import tiny_config
 from elf import UserError, key
-from sample import (accelerate, connect, generate, load_reference, measure, nearest, override, parse, plot_losses, run, seeded,
-                    to_text)
+from sample import accelerate, connect, generate, load_reference, measure, override, parse, plot_losses, run, seeded, to_text
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Options:
     """Keys of a run, their defaults and meanings."""
-    config: str = key("", f"preset: {', '.join(tiny_config.PRESETS)}; every key of the second list changes one value of it")
+    config: str = key("", f"preset: {', '.join(tiny_config.PRESETS)}; every key of the second list changes one value of it",
+                      one_of=tuple(tiny_config.PRESETS))
     out_dir: str = key("", "folder to write to (empty: out/ and the preset's name)")
     resume: bool = key(False, "go on with the run in out_dir, with exactly the weights it would have had")
     init: str = key("", "start from these weights: whatever sample.py takes as --model")
@@ -77,8 +73,7 @@ def load_data(cfg, device, encoder=None):
         train, heldout = rows[:-n_heldout], rows[-n_heldout:]
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
-        model = tiny_config.train_encoder(train, tokenizer, cfg)
-        encoder = elf.Encoder(model.to(device), tokenizer)
+        encoder = elf.Encoder(tiny_config.train_encoder(train, tokenizer, cfg).to(device), tokenizer)
         cfg = tiny_config.fit(cfg, encoder)
     return tiny_config.measure_latents(cfg, encoder, train) if cfg.latent_std == 0 else cfg, encoder, train, heldout
 
@@ -94,8 +89,7 @@ def batch_rows(step, batch, n, seed):
 def batches(rows, cfg, first, rank=0, world=1, gpu=False):
     """From step `first` on, what a process gets of each batch: token ids (B / processes, L)."""
     def read(step):
-        ids = tiny_config.take(rows, batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank])
-        return ids.pin_memory() if gpu else ids
+        return tiny_config.take(rows, batch_rows(step, cfg.batch, len(rows), cfg.seed).chunk(world)[rank])
     if not gpu:                                 # on a CPU a second thread would halve the speed of the first
         yield from map(read, range(first, cfg.steps))
         return
@@ -142,32 +136,24 @@ def share_out(function, x):
     if not dist.is_initialized() or len(x) < dist.get_world_size():
         return function(x)
     n, world = len(x), dist.get_world_size()
-    x = F.pad(x, (0, 0, 0, 0, 0, -n % world))                                   # (m, rows, columns), m a multiple of world
+    x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -n % world))                 # (m, rows, columns), m a multiple of world
     out = torch.empty_like(x)
     dist.all_gather(list(out.chunk(world)), function(x.chunk(world)[dist.get_rank()]).contiguous())
     return out[:n]
 
 def make_optimizers(model, cfg):
-    """Muon on the 2-D weights, Adam on biases, norms and learned tokens; as pairs (optimizer, largest rate)."""
+    """Muon on the 2-D weights, Adam on biases, norms and learned tokens."""
     if cfg.optimizer == "adamw":
-        return [(torch.optim.AdamW(model.parameters(), cfg.lr), cfg.lr)]
+        return [torch.optim.AdamW(model.parameters(), cfg.lr)]
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    adam_lr = cfg.adam_lr or cfg.lr
-    return [(Muon(matrices, cfg.lr), cfg.lr), (torch.optim.Adam(others, adam_lr, betas=(0.9, 0.999), eps=1e-8), adam_lr)]
+    return [Muon(matrices, cfg.lr), torch.optim.Adam(others, cfg.adam_lr or cfg.lr, betas=(0.9, 0.999), eps=1e-8)]
 
 def schedule(step, cfg):
     """Share of the learning rate at a step: up from 0, constant, down to 0."""
     up = cfg.warmup if cfg.warmup >= 1 else cfg.warmup * cfg.steps
     down = cfg.cooldown * cfg.steps
     return min(1, (step + 1) / up if up else 1, (cfg.steps - step) / down if down else 1)
-
-def make_average(model, decay):
-    """The running average of the weights. Warmed up: early on a long average would still be the initial weights."""
-    @torch.no_grad()
-    def average(averages, currents, n):
-        torch._foreach_lerp_(averages, currents, 1 - min(decay, (1 + n.item()) / (10 + n.item())))
-    return AveragedModel(model, multi_avg_fn=average)
 
 # ------------------------------------------------------------------------------------------ checkpoints
 
@@ -176,59 +162,59 @@ class Trainer:
 
     def __init__(self, cfg, encoder, rows, device, options=Options(), rank=0, world=1):
         torch.manual_seed(cfg.seed)
-        self.cfg, self.encoder, self.rows, self.device, self.step, self.rank, self.world = cfg, encoder, rows, device, 0, rank, world
+        self.cfg, self.encoder, self.rows, self.device, self.rank, self.world = cfg, encoder, rows, device, rank, world
+        self.step, self.log = 0, []                                 # the log: what metrics.jsonl holds, a dict a line
         self.pad, some = encoder.tokenizer.pad_token_id, tiny_config.take(rows, range(0, len(rows), max(len(rows) // 1000, 1)))
         self.data = f"{len(rows)} {hashlib.sha256(some.numpy().tobytes()).hexdigest()}"             # tells data apart, by some rows
         self.micro = options.micro_batch or cfg.batch // world
         if cfg.batch % (self.micro * world) or self.micro < 3:
-            raise UserError(f"--batch={cfg.batch}: must be a multiple of {world} processes x --micro_batch={self.micro}, which is at least 3")
+            raise UserError(f"--batch={cfg.batch}: must be a multiple of {world} processes x --micro_batch={self.micro}, itself at least 3")
         self.model = elf.ELF(cfg).to(device)
-        if options.init:
-            self.start_from(options.init)
-        self.average = make_average(self.model, cfg.ema)            # a copy, before accelerate patches the blocks
+        if source := options.init:
+            model, other = elf.load_model(source, device, cfg)
+            if (other.latent_mean, other.latent_std) != (cfg.latent_mean, cfg.latent_std):
+                raise UserError(f"--init={source}: other latents; add --latent_mean={other.latent_mean} --latent_std={other.latent_std}")
+            try:
+                self.model.load_state_dict(model.state_dict())
+            except RuntimeError as error:
+                raise UserError(f"--init={source}: of another size than this run ({elf.one_line(error)})") from None
+        self.average = copy.deepcopy(self.model).requires_grad_(False)      # copied before accelerate patches the blocks
         accelerate(self.model, device, options.dtype, options.compile, options.checkpoint_activations)
-        self.network = self.model
-        if world > 1:                   # the training pass goes through DDP's hooks, the first guess doesn't
-            self.network = torch.nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.network.cfg, self.network.denoise = cfg, self.model.denoise
         self.optimizers = make_optimizers(self.model, cfg)
-
-    def start_from(self, source):
-        model, cfg = elf.load_model(source, self.device, self.cfg)
-        for name in ("latent_mean", "latent_std"):
-            if getattr(cfg, name) != getattr(self.cfg, name):
-                raise UserError(f"--init={source}: has {name} {getattr(cfg, name)}, this run has {getattr(self.cfg, name)}: give --{name}")
-        try:
-            self.model.load_state_dict(model.state_dict())
-        except RuntimeError as error:
-            raise UserError(f"--init={source}: of another size than this run ({elf.one_line(error)})") from None
+        self.parts = {"model": self.model, "average": self.average} | {type(o).__name__: o for o in self.optimizers}
 
     def state(self):
-        return {"step": self.step, "data": self.data, "micro": self.micro, "model": self.model.state_dict(),
-                "average": self.average.state_dict(), "optimizers": [o.state_dict() for o, _ in self.optimizers]}
+        numbers = {"step": self.step, "log": self.log, "data": self.data, "micro": self.micro}
+        return numbers | {name: part.state_dict() for name, part in self.parts.items()}
 
     def save(self, folder):
-        """model.safetensors to sample from, state.pt to go on from."""
-        elf.save_model(folder, self.average.module.state_dict(), self.cfg)
+        """model.safetensors to sample from, state.pt to go on from, and the logs."""
+        elf.save_model(folder, self.average.state_dict(), self.cfg)
         elf.write_safely(f"{folder}/state.pt", lambda path: torch.save(self.state(), path))
+        self.write_log(folder)
+
+    def write_log(self, folder):
+        """metrics.jsonl, a line an entry, and samples.txt, both anew."""
+        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.log)
+        samples = "".join(f"--- step {entry['step']}\n" + "\n".join(entry["samples"]) + "\n" for entry in self.log if "samples" in entry)
+        elf.write_safely(f"{folder}/metrics.jsonl", lambda path: Path(path).write_text(lines, encoding="utf-8"))
+        elf.write_safely(f"{folder}/samples.txt", lambda path: Path(path).write_text(samples, encoding="utf-8"))
 
     def load(self, folder):
         path = f"{folder}/state.pt"
         try:
-            if not zipfile.is_zipfile(path) or zipfile.ZipFile(path).testzip():     # a zip with checksums
-                raise ValueError("missing, cut off or altered")
+            if zipfile.ZipFile(path).testzip():                                     # a zip with checksums
+                raise ValueError("altered")
             state = torch.load(path, map_location="cpu", weights_only=True)         # runs no code from the file
-            self.model.load_state_dict(state["model"])
-            self.average.load_state_dict(state["average"])
-            for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-            self.step, data, micro = state["step"], state["data"], state["micro"]
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
-            raise UserError(f"{path}: refused, not a whole checkpoint of this run ({elf.one_line(error)})") from None
+            for name, part in self.parts.items():
+                part.load_state_dict(state[name])
+            self.step, self.log, data, micro = state["step"], state["log"], state["data"], state["micro"]
+        except Exception as error:                                                  # zipfile and torch raise many kinds
+            raise UserError(f"{path}: refused, missing or not a whole checkpoint of this run ({elf.one_line(error)})") from None
         if data != self.data:
             raise UserError(f"{path}: this run was trained on other data; --data={self.cfg.data} has changed since")
         if micro != self.micro and self.rank == 0:
-            print(f"note: {self.micro} sequences at once, not {micro}: from here on other random numbers (--micro_batch={micro} keeps them)")
+            print(f"note: {self.micro} sequences at once, not {micro}: from now on other random numbers (--micro_batch={micro} keeps them)")
 
     def total(self, value):
         """The sum of a number or tensor over all processes, as a tensor."""
@@ -239,25 +225,27 @@ class Trainer:
 
     def train_step(self, ids):
         """One step of the optimisers on this process's share of the batch, ids (B / processes, L), in parts; returns its figures."""
-        cfg, parts = self.cfg, ids.to(self.device, non_blocking=True).split(self.micro)
+        cfg, parts = self.cfg, ids.to(self.device).split(self.micro)
         n = self.total(tiny_config.unpack(ids, self.encoder.tokenizer, cfg)[2].sum())  # counted positions of the whole batch
         sums = torch.zeros(3, device=self.device)
         for i, part in enumerate(parts):
-            with contextlib.nullcontext() if self.world == 1 or part is parts[-1] else self.network.no_sync():
-                # the random numbers depend on the seed, the step and the part of the whole batch, and on nothing else
-                draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
-                losses = self.loss(self.network, part, draws, n)
-                (self.world * losses[0]).backward()                 # DDP divides the gradients by the number of processes
+            # the random numbers depend on the seed, the step and the part of the whole batch, and on nothing else
+            draws = elf.draw(cfg, len(part), seeded(cfg.seed, 3, self.step, self.rank * len(parts) + i, device=self.device))
+            losses = self.loss(self.model, part, draws, n)
+            losses[0].backward()
             sums += torch.stack(losses).detach()
+        for p in self.model.parameters():
+            self.total(p.grad)                                      # in place: the gradients of the whole batch, at every process
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), cfg.clip).item()
         loss, mse, ce = self.total(sums).tolist()
         if not math.isfinite(loss) or not math.isfinite(norm):      # before it reaches the weights
             raise SystemExit(f"step {self.step + 1}: loss {loss}, gradient norm {norm}. The last checkpoint is kept; try a smaller --lr")
-        for optimizer, lr in self.optimizers:
-            optimizer.param_groups[0]["lr"] = lr * schedule(self.step, cfg)
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * schedule(self.step, cfg)
             optimizer.step()
             optimizer.zero_grad()
-        self.average.update_parameters(self.model)
+        decay = min(cfg.ema, (1 + self.step) / (10 + self.step))    # early on a long average would still be the initial weights
+        torch._foreach_lerp_(list(self.average.parameters()), [p.detach() for p in self.model.parameters()], 1 - decay)
         self.step += 1
         parts = self.world * len(parts)
         return {"loss": loss, "mse": mse / parts, "ce": ce / parts, "grad_norm": norm, "lr": cfg.lr * schedule(self.step - 1, cfg)}
@@ -269,105 +257,81 @@ class Trainer:
         x = self.encoder.encode(ids, self.cfg, sees).masked_fill((source & draws.drop[:, None])[..., None], 0)
         return elf.flow_loss(model, x, ids, counted, draws, n, source)
 
-    @torch.no_grad()
-    def heldout_loss(self, rows):
-        """MSE and CE of the averaged weights on some held-out rows, up to four parts, with the same draws each time."""
-        ids = tiny_config.take(rows, range(min(4 * self.micro, len(rows)))).to(self.device)
-        parts = [part for part in ids.split(self.micro) if len(part) >= 3]
-        draws = [elf.draw(self.cfg, len(part), seeded(self.cfg.seed, 4, i, device=self.device)) for i, part in enumerate(parts)]
-        losses = [self.loss(self.average.module, *inputs) for inputs in zip(parts, draws)]
-        _, mse, ce = torch.tensor(losses).mean(0).tolist()
-        return {"heldout_mse": mse, "heldout_ce": ce}
-
-# ------------------------------------------------------------------------------------------ logs
-
-class Log:
-    """metrics.jsonl, a line an entry, samples.txt and loss.png; a resumed run drops what comes after the step it goes on from."""
-
-    def __init__(self, folder, step):
-        self.folder, path = folder, Path(folder, "metrics.jsonl")
-        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-        self.entries = [json.loads(line) for line, at in re.findall(r'(?m)^({"step": (\d+), .*})$', text) if int(at) <= step]
-        self.write()
-
-    def write(self, *entries):
-        self.entries += entries
-        lines = "".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.entries)
-        elf.write_safely(f"{self.folder}/metrics.jsonl", lambda path: Path(path).write_text(lines, encoding="utf-8"))
-
-    def show(self, step, figures, texts):
-        """Logs held-out figures and some samples, and prints the figures and two samples."""
-        self.write({"step": step, **figures, "samples": texts[:8]})
-        shown = [f"--- step {entry['step']}\n" + "\n".join(entry["samples"]) + "\n" for entry in self.entries if "samples" in entry]
-        elf.write_safely(f"{self.folder}/samples.txt", lambda path: Path(path).write_text("".join(shown), encoding="utf-8"))
-        tqdm.write(f"step {step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
-        tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
-
 # ------------------------------------------------------------------------------------------ the program
+
+@torch.no_grad()
+def evaluate(trainer, heldout, reference, last):
+    """Held-out losses and the measures of some samples, of the averaged weights, as an entry of the log; prints them."""
+    cfg, model, tokenizer = trainer.cfg, trainer.average, trainer.encoder.tokenizer
+    ids = tiny_config.take(heldout, range(min(4 * trainer.micro, len(heldout)))).to(trainer.device)
+    parts = [part for part in ids.split(trainer.micro) if len(part) >= 3]
+    draws = [elf.draw(cfg, len(part), seeded(cfg.seed, 4, i, device=trainer.device)) for i, part in enumerate(parts)]    # always the same
+    _, mse, ce = torch.tensor([trainer.loss(model, *inputs) for inputs in zip(parts, draws)]).mean(0).tolist()
+    n, steps = (256, cfg.sample_steps) if last else (32, 16)
+    rows = generate(model, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
+    texts = [to_text(tokenizer, row) for row in rows]
+    figures = {"heldout_mse": mse, "heldout_ce": ce} | measure(tokenizer, rows.tolist(), texts, reference)
+    tqdm.write(f"step {trainer.step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+    tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
+    return {"step": trainer.step} | figures | {"samples": texts[:8]}
 
 def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
-    cfg, tokenizer, first, began, main = trainer.cfg, trainer.encoder.tokenizer, trainer.step, time.time(), trainer.rank == 0
-    eval_every, log = cfg.eval_every or min(max(cfg.steps // 10, 1), 1000), Log(folder, trainer.step) if main else None
-    reference = load_reference(cfg, tokenizer, "", 256) or (
+    cfg, first, began, main = trainer.cfg, trainer.step, time.time(), trainer.rank == 0
+    log_every, eval_every = min(max(cfg.steps // 50, 1), 100), cfg.eval_every or min(max(cfg.steps // 10, 1), 1000)
+    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (
         [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
-    bar = tqdm(total=cfg.steps, initial=first, disable=None if main else True, unit="step")     # a bar on terminals only
+    todo = batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda")
+    bar = tqdm(todo, total=cfg.steps, initial=first, disable=None if main else True, unit="step")       # a bar on terminals only
     with interrupts() as seen:
-        for ids in batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda"):
+        for ids in bar:
             figures = trainer.train_step(ids)
             stop = trainer.total(len(seen)) > 0                     # of any process: all end at the same step
             step, last = trainer.step, trainer.step == cfg.steps
+            due = step % eval_every == 0 or last
             if main:
                 rate = (step - first) / (time.time() - began)       # steps/s
                 figures["tokens_per_s"] = round(rate * cfg.batch * cfg.length)
                 line = f"mse {figures['mse']:.3f}, ce {figures['ce']:.3f}, {figures['tokens_per_s']:,} tokens/s"
-                bar.update()
                 bar.set_postfix_str(line)
-                if step % min(max(cfg.steps // 50, 1), 100) == 0 or last:
-                    log.write({"step": step} | figures)
+                if step % log_every == 0 or last:
+                    trainer.log.append({"step": step} | figures)
+                    trainer.write_log(folder)
                     if bar.disable:
                         print(f"step {step}/{cfg.steps}: {line}, {(cfg.steps - step) / rate / 60:.1f} minutes to go", flush=True)
-                if step % eval_every == 0 or last or stop:
+                if due:
+                    trainer.log.append(evaluate(trainer, heldout, reference, last))
+                if due or stop:
                     trainer.save(folder)
-                if step % eval_every == 0 or last:
-                    n, steps = (256, cfg.sample_steps) if last else (32, 16)
-                    rows = generate(trainer.average.module, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
-                    texts = [to_text(tokenizer, row) for row in rows]
-                    log.show(step, trainer.heldout_loss(heldout) | measure(tokenizer, rows.tolist(), texts, reference), texts)
                 if keep and step % (keep * eval_every) == 0:
                     os.makedirs(f"{folder}/step_{step}", exist_ok=True)
-                    elf.save_model(f"{folder}/step_{step}", trainer.average.module.state_dict(), cfg)
+                    elf.save_model(f"{folder}/step_{step}", trainer.average.state_dict(), cfg)
             if stop and not last and trainer.total(1).item():       # the others wait for the first, which saves
                 raise SystemExit(f"stopped at step {step}, which is saved; to go on: {again}")
     if main:
-        bar.close()
-        plot_losses(log.entries, f"{folder}/loss.png")
+        trainer.write_log(folder)                                   # again, where a whole run is resumed
+        plot_losses(trainer.log, f"{folder}/loss.png")
         print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
 
 @contextlib.contextmanager
 def interrupts():
     """A list that collects Ctrl-C and SIGTERM, so that the step at hand ends and is saved; a second one ends the program at once."""
-    seen, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", 15))}
+    seen = []
     def handle(number, frame):
+        if number in seen and "LOCAL_RANK" not in os.environ:       # torchrun may pass one on a second time
+            raise KeyboardInterrupt
         seen.append(number)
-        signal.signal(number, handle if "LOCAL_RANK" in os.environ else before[number])     # torchrun may pass one on a second time
-    try:
-        for number in before:
-            signal.signal(number, handle)
+    with contextlib.ExitStack() as afterwards:                      # which puts the handlers back
+        for number in {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}:
+            afterwards.callback(signal.signal, number, signal.signal(number, handle))
         yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 def settings(options, changes):
     """(Config of the run, its folder, the command that resumes it) from the command line."""
-    if options.config not in tiny_config.PRESETS:
-        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, tiny_config.PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
-    processes, machine = os.environ.get("LOCAL_WORLD_SIZE"), ("device", "dtype", "compile", "micro_batch", "checkpoint_activations", "keep")
-    again = shlex.join((["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"])
-                       + ["train.py", f"--config={options.config}", f"--out_dir={folder}", "--resume"]
-                       + [f"--{name}={value}" for name in machine if (value := getattr(options, name)) != getattr(Options, name)])
+    processes, same = os.environ.get("LOCAL_WORLD_SIZE"), dataclasses.replace(options, out_dir=folder, resume=True, init="", dry_run=False)
+    keys = [f"--{name}={value}".removesuffix("=True") for name, value in vars(same).items() if value != getattr(Options, name)]
+    again = shlex.join((["torchrun", f"--nproc_per_node={processes}"] if processes else ["python"]) + ["train.py", *keys])
     if not options.resume:
         if not options.dry_run and (os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder)):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
@@ -402,15 +366,13 @@ def main(argv):
         source = elf.encoder_source(folder, cfg) if options.resume else cfg.encoder
         encoder = None if source == "scratch" else elf.load_encoder(source, device, cfg.encoder_dtype)
         cfg, encoder, rows, heldout = load_data(cfg, device, encoder)
-        if cfg.steps == 0:
-            cfg = dataclasses.replace(cfg, steps=max(round(cfg.epochs * len(rows) / cfg.batch), 1))
+        cfg = dataclasses.replace(cfg, steps=cfg.steps or max(round(cfg.epochs * len(rows) / cfg.batch), 1))
     if world > 1:
         shared = [cfg, folder, again, elf.Encoder(encoder.model.cpu(), encoder.tokenizer)] if rank == 0 else [None] * 4
         dist.broadcast_object_list(shared)
         cfg, folder, again, encoder = shared
         encoder.model.to(device)
-        if rank > 0:
-            cfg, encoder, rows, heldout = load_data(cfg, device, encoder)
+        cfg, encoder, rows, heldout = load_data(cfg, device, encoder)       # which the first one left tokenised
     trainer = Trainer(cfg, encoder, rows, device, options, rank, world)
     if options.resume:
         trainer.load(folder)
@@ -418,12 +380,12 @@ def main(argv):
         start_folder(folder, trainer)
     if rank == 0:
         size, tokens, epoch = sum(p.numel() for p in trainer.model.parameters()), len(rows) * cfg.length, len(rows) / cfg.batch
-        print(f"{options.config}: {size:,} parameters on {world} x {device.type}; {tokens:,} training tokens in {len(rows):,} rows, an epoch of "
-              f"{epoch:,.1f} steps of {cfg.batch * cfg.length:,} tokens; steps {trainer.step} to {cfg.steps}", flush=True)
+        print(f"{options.config}: {size:,} parameters on {world} x {device.type}; {tokens:,} training tokens in {len(rows):,} rows, "
+              f"an epoch of {epoch:,.1f} steps of {cfg.batch * cfg.length:,} tokens; steps {trainer.step} to {cfg.steps}", flush=True)
     if options.dry_run:
         ids, began = next(iter(batches(rows, cfg, 0, rank, world))), time.time()
-        print(f"one step: {trainer.train_step(ids)}, {time.time() - began:.1f} s, at most {torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB "
-              "of GPU memory; no model was written")
+        print(f"one step: {trainer.train_step(ids)}, {time.time() - began:.1f} s, at most "
+              f"{torch.cuda.max_memory_allocated() / 2 ** 30:.1f} GiB of GPU memory; no model was written")
     else:
         run_training(trainer, heldout, folder, again, options.keep)
     if world > 1:
