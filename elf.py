@@ -554,32 +554,3 @@ class Encoder:
     def save(self, folder):
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
-
-def encoder_source(folder, cfg):
-    """Where a model's encoder is: in the folder that train.py wrote, or above it (for its step_N), or else where cfg says."""
-    for place in (folder, os.path.dirname(os.path.abspath(folder))):
-        if os.path.isdir(f"{place}/encoder"):
-            return f"{place}/encoder"
-    if cfg.encoder == "scratch":
-        raise UserError(f"{folder}/encoder is missing: put it back, or train again")
-    return cfg.encoder
-
-def load_tokenizer(source):
-    """The tokenizer of a folder or a Hub id. Where it has no end-of-sequence token, its separator ends a text."""
-    from transformers import AutoTokenizer
-    tokenizer = loaded("--encoder=", source, lambda: AutoTokenizer.from_pretrained(source))
-    tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
-    empty = len(tokenizer) < len(tokenizer.all_special_ids) + 3         # hardly more than control tokens: made up where there are no files
-    if empty or not tokenizer.is_fast or tokenizer.eos_token is None or tokenizer.pad_token is None:
-        raise UserError(f"--encoder={source}: no (fast) tokenizer in it, or one without a token for the end of a text or for padding")
-    return tokenizer
-
-def load_encoder(source, device="cpu", dtype="float32"):
-    """The frozen encoder of a folder or a Hub id, with its tokenizer: the encoder of a T5, or a BERT-like model."""
-    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoModelForTextEncoding, logging
-    logging.disable_progress_bar()
-
-    def load():
-        known = type(AutoConfig.from_pretrained(source)) in MODEL_FOR_TEXT_ENCODING_MAPPING     # of a T5 the encoder alone
-        return (AutoModelForTextEncoding if known else AutoModel).from_pretrained(source, dtype=getattr(torch, dtype))
-    return Encoder(loaded("--encoder=", source, load).to(device), load_tokenizer(source))

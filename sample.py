@@ -3,8 +3,10 @@
     python sample.py --model=out/tiny                                                  a few texts
     python sample.py --model=out/tiny --n=512 --sampler=ode,sde --steps=4,8,16,32      a table of measures
     python sample.py --model=out/tiny --trace                                          one text taking shape
-    python sample.py --model=embedded-language-flows/ELF-B-owt-torch --sde_start=released       released weights
+    python sample.py --model=out/tiny_pair --prompt="bald sieht der alte mann eine rote birne am tor"
+    python sample.py --model=embedded-language-flows/ELF-B-owt-torch --n=1000 --eval   released weights, generative perplexity
 """
+import argparse
 import dataclasses
 import datetime
 import difflib
@@ -16,126 +18,115 @@ import os
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch.nn.utils.rnn import pad_sequence
 
 import elf
 import tiny_config
-from elf import UserError, key
+from elf import UserError, key, loaded, one_line
 
 @dataclass(frozen=True)
 class Options:
-    """Keys, their defaults and meanings; steps, sampler, gamma, w, grid and sde_start take comma lists, to sweep."""
+    """Keys, their defaults and meanings."""
     model: str = key("", "a folder that train.py wrote, or released weights: checkpoint_<step>, a folder with one, or a Hub id")
     config: str = key("", "preset for what released weights don't tell, such as the length (empty: by the Hub id, or owt_b)")
-    encoder: str = key("", "folder or Hub id of the encoder, for its tokenizer (empty: the model's)")
+    encoder: str = key("", "folder or Hub id of the encoder, or of its tokenizer where there is no source (empty: the model's)")
     n: int = key(8, "how many texts", at_least=1)
-    steps: str = key("", "steps from noise to data, not counting the decode call (empty: the model's sample_steps)")
-    sampler: str = key("sde", "sde puts some noise back before each step, ode doesn't")
-    gamma: str = key("", "how much noise an SDE step puts back (empty: the model's gamma)")
-    w: str = key("", "guidance scale of self-conditioning, 1 is none (empty: the model's w)")
-    grid: str = key("logit_normal", "the steps' times: logit_normal, uniform or quantile")
-    sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back")
     seed: int = key(0, "the same seed gives the same texts", at_least=0)
+    seeds: int = key(1, "measure with so many seeds, from --seed on; standard errors are then over the seeds", at_least=1)
     batch: int = key(128, "texts made together; the texts don't depend on it", at_least=1)
+    prompt: str = key("", "models with a source: the one to translate or to summarise")
+    input_file: str = key("", "the same for a file, a source a line; prints a text a line, in order")
+    data: str = key("", "what to compare with, and to take sources from (empty: what training held out, if it is there)")
+    eval: bool = key(False, "measure generative perplexity too, or BLEU and ROUGE where there is a source")
+    judge: str = key("openai-community/gpt2-large", "the causal language model that measures the perplexity: Hub id or folder")
+    eval_file: str = key("", "measure these texts instead: .jsonl with `text` (or `generated`) and maybe `target`")
     out: str = key("", "write the texts to this .jsonl file")
     json: str = key("", "write the closing table to this .json file")
-    data: str = key("", "a text file to compare the words with (empty: what the model was trained on, if it is there)")
     trace: bool = key(False, "show one text taking shape, step by step, changed tokens in [brackets]")
-    plot: str = key("", "draw that as a picture, to this .png file")
+    plot: str = key("", "draw to this .png file: one text taking shape, or the measures of a sweep")
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
     dtype: str = key("float32", "precision of the network's blocks: float32 or bfloat16", one_of=("float32", "bfloat16"))
     compile: bool = key(False, "torch.compile: slow to start, then faster")
 
-SWEEPS = {"sampler": str, "steps": int, "gamma": float, "w": float, "grid": str, "sde_start": str}   # take comma lists
+@dataclass(frozen=True)
+class Setting:
+    """How to sample. Comma lists sweep (--steps=8,16,32); steps, gamma, w and cfg, if not given, are the model's own."""
+    sampler: str = key("sde", "sde puts some noise back before each step, ode doesn't", one_of=("ode", "sde"))
+    steps: int = key(32, "steps from noise to data, not counting the decode call", at_least=1)
+    gamma: float = key(1.5, "how much noise an SDE step puts back", at_least=0)
+    w: float = key(3.0, "guidance scale of self-conditioning, 1 is none", above=0)
+    cfg: float = key(1.0, "guidance scale of the source, where there is one; 1 is none", at_least=0)
+    grid: str = key("logit_normal", "the steps' times", one_of=("logit_normal", "uniform", "quantile"))
+    sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back", one_of=("paper", "released"))
 
 # ------------------------------------------------------------------------------------------ command line
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"{message} (--help lists every key)")
+
 def parse(argv, about, *groups):
     """`--key=value` arguments as a dict of texts. On --help prints all keys of the dataclasses and leaves."""
-    kinds = {f.name: f.type for group in groups for f in dataclasses.fields(group)}
-    if {"-h", "--help"} & set(argv):
-        print(about.strip())
-        for group in groups:
-            print("\n" + group.__doc__)
-            for f in dataclasses.fields(group):
-                print(f"  --{f.name}={getattr(group, f.name)}".ljust(34), f.metadata["help"])
-        raise SystemExit(0)
-    values = {}
-    for arg in argv:
-        name, equals, value = arg.removeprefix("--").partition("=")
-        if not arg.startswith("--") or name not in kinds:
-            raise UserError(f"unknown key {arg}: {nearest(name, kinds)} (--help lists every key)")
-        if not equals and kinds[name] is not bool:
-            raise UserError(f"--{name} needs a value: --{name}=...")
-        values[name] = value if equals else "true"
-    return values
+    parser = Parser(description=about, usage="%(prog)s --key=value ...", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for group in groups:
+        part = parser.add_argument_group(group.__doc__)
+        for f in dataclasses.fields(group):
+            flag = {"nargs": "?", "const": "true"} if f.type is bool else {}
+            part.add_argument(f"--{f.name}", metavar=f"{getattr(group, f.name)}", help=f.metadata["help"].replace("%", "%%"), **flag)
+    given, unknown = parser.parse_known_args(argv)
+    for arg in unknown:
+        names = [f.name for group in groups for f in dataclasses.fields(group)]
+        raise UserError(f"unknown key {arg}: {nearest(arg.partition('=')[0].strip('-'), names)} (--help lists every key)")
+    return vars(given)
 
 def nearest(name, names):
     """What to say of an unknown name."""
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
 
-def read_value(name, text, kind):
-    """The text of a setting as `kind`: int, float, bool or str."""
-    text = "0" if name == "latent_std" and text == "auto" else text
-    try:
-        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
-        if kind in (bool, str) or abs(value) < 1e9:                     # which nan and inf are not
-            return value
-    except (ValueError, KeyError):
-        pass
-    takes = {int: "a whole number below 1e9", float: "a number below 1e9", bool: "true or false"}[kind]
-    raise UserError(f"{name}={text}: takes {takes}")
-
 def override(cfg, values):
-    """A copy of a Config (or of another dataclass of settings) with new values, given as texts by name."""
-    kinds = {f.name: f.type for f in dataclasses.fields(cfg)}
-    if unknown := [name for name in values if name not in kinds]:
-        raise UserError(f"unknown key {unknown[0]}: {nearest(unknown[0], kinds)}")
-    changed = dataclasses.replace(cfg, **{name: read_value(name, str(value), kinds[name]) for name, value in values.items()})
+    """A copy of a Config, or of another dataclass of settings, with new values, given as texts by name."""
+    kinds, new = {f.name: f.type for f in dataclasses.fields(cfg)}, {}
+    for name, text in values.items():
+        if name not in kinds:
+            raise UserError(f"unknown key {name}: {nearest(name, kinds)}")
+        try:
+            new[name] = {"true": True, "false": False}[text] if kinds[name] is bool else kinds[name](text)
+        except (ValueError, KeyError):
+            raise UserError(f"{name}={text}: takes {'true or false' if kinds[name] is bool else 'a number'}") from None
+    changed = replace(cfg, **new)
     elf.check(changed)
     return changed
 
 def run(main, argv):
-    """Runs a program: a user's error ends as one line and exit code 2."""
+    """Runs a program: what the user or the machine got wrong ends as one line, with exit code 2 or 1."""
     try:
         main(argv)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except torch.OutOfMemoryError as error:
-        print(f"error: {elf.one_line(error)}; try a smaller --micro_batch (or --batch), or --checkpoint_activations", file=sys.stderr)
-        raise SystemExit(1) from None
-    except BrokenPipeError:                                         # the reader of our output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except OSError as error:                                        # such as a full disk
-        print(f"error: {elf.one_line(error)}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(error, (FileExistsError, NotADirectoryError, PermissionError)) else 1) from None
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        raise SystemExit(1) from None
-
-def pick_device(name):
-    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    if name.split(":")[0] not in ("auto", "cpu", "cuda", "mps"):
-        raise UserError(f"--device={name}: takes cpu, cuda, mps or auto")
-    try:
-        return torch.zeros(1, device=best if name == "auto" else name).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device={name}: not to be had on this machine ({elf.one_line(error)})") from None
+    except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
+        hint = "; try a smaller --micro_batch (or --batch)" if isinstance(fault, torch.OutOfMemoryError) else ""
+        print(f"error: {one_line(fault) or 'stopped'}{hint}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(fault, UserError) else 1) from None
 
 def connect(name):
     """(rank, number of processes, device): where torchrun started several, each has its own GPU and hears the others."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    own_gpu = world > 1 and torch.cuda.is_available() and name in ("auto", "cuda")
-    device = pick_device(f"cuda:{os.environ['LOCAL_RANK']}" if own_gpu else name)
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and name == "cuda" else name).device
+    except (RuntimeError, AssertionError) as fault:
+        raise UserError(f"--device={name}: takes cpu, cuda, mps or auto, if the machine has it ({one_line(fault, 100)})") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:                                                       # the others wait while the first tokenises: hours
@@ -165,29 +156,42 @@ def seeded(*numbers, device="cpu"):
     """A generator of its own for each tuple of whole numbers: seed, use (0 grid, 1 samples, 2 order, 3 training, 4 held out), ..."""
     return torch.Generator(device).manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
-def start(cfg, seed, ids, device):
-    """Starting noise (B, L, D) of the samples `ids`, and the generator of each: no sample depends on the others."""
-    generators = [seeded(seed, 1, i) for i in ids]
+def start(cfg, seed, numbers, device):
+    """Starting noise (B, L, D) of the samples of these numbers, and the generator of each: no sample depends on the others."""
+    generators = [seeded(seed, 1, i) for i in numbers]
     shape = torch.empty(len(generators), cfg.length, cfg.latent_dim, device=device)
     return cfg.noise_scale * elf.gaussian(shape, generators), generators
 
-def generate(model, n, seed, batch, grid="logit_normal", steps=32, w=1.0, **how):
-    """n samples as token ids (n, L). `how` are further keyword arguments of elf.sample."""
-    cfg, device = model.cfg, next(model.parameters()).device
-    times = elf.time_grid(cfg, steps, grid, seeded(seed, 0))
-    ids = []
-    for first in range(0, n, batch):
-        z, generators = start(cfg, seed, range(first, min(first + batch, n)), device)
-        z = elf.sample(model, z, times, w=w, generator=generators, **how)
-        ids += [elf.decode_ids(model, part, w).cpu() for part in z.split(16)]       # few at a time: logits are L x V each
-    return torch.cat(ids)
+def condition(encoder, rows, cfg):
+    """The sources of rows (B, L) as arguments of elf.sample: clean latents (B, L, D), and where they are (B, L)."""
+    ids, source, _, _ = tiny_config.unpack(torch.as_tensor(rows, device=encoder.model.device), encoder.tokenizer, cfg)
+    return {"cond": encoder.encode(ids, cfg, elf.who_sees(source, source, torch.zeros_like(source[:, 0]))), "cond_mask": source}
 
-def trace(model, tokenizer, seed, grid, steps, w, **how):
+def follow(model, setting, seed, numbers, encoder=None, rows=None):
+    """elf.trajectory of the samples of these numbers; a model with a source takes those of rows (B, L), as the data stores them."""
+    how, cfg = asdict(setting), model.cfg
+    grid = elf.time_grid(cfg, how.pop("steps"), how.pop("grid"), seeded(seed, 0))
+    z, generators = start(cfg, seed, numbers, next(model.parameters()).device)
+    sources = condition(encoder, rows, cfg) if cfg.source_length else {}
+    return elf.trajectory(model, z, grid, generator=generators, **how, **sources)
+
+def generate(model, setting, seed, numbers, batch, encoder=None, rows=None):
+    """The samples of these numbers as lists of token ids, of the whole length, or behind row i's source for sample i."""
+    cfg, found = model.cfg, []
+    for first in range(0, len(numbers), batch):
+        some = numbers[first:first + batch]
+        part = None if rows is None else rows[some]
+        *_, (_, z, _) = follow(model, setting, seed, some, encoder, part)
+        ids = torch.cat([elf.decode_ids(model, a, setting.w).cpu() for a in z.split(16)])       # few at a time: logits are L x V each
+        begin = [0] * len(some) if rows is None else (part < 0).sum(1)
+        found += [row[n:n + cfg.length - cfg.source_length] for row, n in zip(ids.tolist(), begin)]
+    return found
+
+def trace(model, tokenizer, seed, setting, encoder=None, rows=None):
     """One text taking shape: after each step its time and the tokens that the prediction reads as."""
-    z, generators = start(model.cfg, seed, [0], next(model.parameters()).device)
-    times = elf.time_grid(model.cfg, steps, grid, seeded(seed, 0))
-    for t, z, x_hat in elf.trajectory(model, z, times, w=w, generator=generators, **how):
-        ids = elf.decode_ids(model, z if t == 1 else x_hat, w)[0].tolist()
+    begin = 0 if rows is None else (rows[0] < 0).sum()
+    for t, z, x_hat in follow(model, setting, seed, [0], encoder, rows):
+        ids = elf.decode_ids(model, z if t == 1 else x_hat, setting.w)[0, begin:].tolist()
         yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]).replace("\n", "\\n") for i in ids]
 
 def print_trace(lines):
@@ -197,15 +201,159 @@ def print_trace(lines):
         print(f"t={t:.3f} ", " ".join(f"[{new}]" if before and new != old else new for new, old in zip(tokens, before or tokens)).rstrip())
         before = tokens
 
+# ------------------------------------------------------------------------------------------ measures
+
+def until_end(row, eos):
+    """The token ids before the first end-of-sequence token."""
+    return row[:row.index(eos)] if eos in row else row
+
+def to_text(tokenizer, row):
+    """Token ids (a list or a tensor), up to the first end-of-sequence token, as text."""
+    return tokenizer.decode(until_end(torch.as_tensor(row).tolist(), tokenizer.eos_token_id), clean_up_tokenization_spaces=False)
+
+def entropy(counts):
+    """Entropy in nats of a Counter of tokens."""
+    total = sum(counts.values())
+    return sum(n / total * math.log(total / n) for n in counts.values())
+
+def entropies(rows):
+    """(entropy of each row of tokens that isn't empty, entropy of all of them pooled), in nats."""
+    each = [Counter(row) for row in rows if row]
+    return [entropy(counts) for counts in each], entropy(sum(each, Counter()))
+
+def repetition(text):
+    """Share of the words that repeat the one before."""
+    words = text.split()
+    return sum(map(str.__eq__, words, words[1:])) / max(len(words) - 1, 1)
+
+def error(values):
+    """The standard error of a mean."""
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+class Judge:
+    """A causal language model, by which generative perplexity is measured, in float32."""
+
+    def __init__(self, source, device):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        self.tokenizer = loaded("--judge=", source, lambda: AutoTokenizer.from_pretrained(source))
+        self.model = loaded("--judge=", source, lambda: AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)).to(device).eval()
+
+    def tokens(self, texts):
+        """The texts as the judge's tokens, at most 1,024 of each, or as many as it can see."""
+        longest = min(1024, self.model.config.max_position_embeddings)
+        return [self.tokenizer.encode(text, add_special_tokens=False)[:longest] for text in texts]
+
+    @torch.no_grad()
+    def perplexity(self, rows, batch=8):
+        """exp(mean nats of a token) over rows of tokens, the first of each unscored, and its standard error over the rows."""
+        nats, scored, device = [], [], self.model.device
+        for first in range(0, len(rows), batch):
+            some = [torch.tensor(row) for row in rows[first:first + batch] if row]
+            if some:
+                ids = pad_sequence(some, batch_first=True).to(device)                               # (B, longest), zeros behind
+                real = pad_sequence([torch.ones_like(row) for row in some], batch_first=True).to(device)
+                logits = self.model(input_ids=ids, attention_mask=real).logits[:, :-1]
+                losses = F.cross_entropy(logits.mT, ids[:, 1:], reduction="none") * real[:, 1:]     # (B, longest - 1)
+                nats, scored = nats + losses.double().sum(1).tolist(), scored + [len(row) - 1 for row in some]
+        if sum(scored) == 0:
+            return {}
+        mean = sum(nats) / sum(scored)
+        spread = error([loss - mean * n for loss, n in zip(nats, scored)]) / np.mean(scored)        # of the mean: a ratio's, linearised
+        return {"gen_ppl": math.exp(mean), "gen_ppl_se": math.exp(mean) * float(spread)}
+
+def compare(texts, targets):
+    """BLEU and ROUGE of texts against what they were to be, with the paper's settings."""
+    import sacrebleu
+    from rouge_score.rouge_scorer import RougeScorer
+    names = ["rouge1", "rouge2", "rougeL"]
+    scores = list(map(RougeScorer(names, use_stemmer=True).score, targets, texts))
+    bleu = sacrebleu.BLEU(lowercase=True, effective_order=True).corpus_score(texts, [targets]).score
+    return {"bleu": bleu} | {name: [100 * score[name].fmeasure for score in scores] for name in names}
+
+class Reference(NamedTuple):
+    """What samples are compared with: texts of the data that training hasn't seen."""
+    texts: list
+    rows: list                      # the same as token ids
+    judge: Callable                 # texts -> measures of them; of a mean over texts the list
+    stored: np.ndarray = None       # models with a source: the rows (n, L) that hold it
+    inputs: list = None             # the same sources as text
+
+def load_reference(cfg, tokenizer, path="", n=256, evaluate=False):
+    """The Reference of n texts, from a path or from what training held out; for a model of text from the first 2 MB. Or None."""
+    if cfg.source_length:
+        stored, inputs, texts = tiny_config.read_pairs(cfg, tokenizer, path, n)
+        rows = [until_end(row[row >= 0].tolist(), tokenizer.eos_token_id) for row in stored]
+        return Reference(texts, rows, lambda found: {"exact": [float(a == b) for a, b in zip(found, texts)]}
+                         | (compare(found, texts) if evaluate else {}), stored, inputs)
+    if cfg.data == "tiny":
+        texts = tiny_config.heldout_stories()[:n]
+        return Reference(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], tiny_config.judge_stories)
+    path = path or tiny_config.local_path(cfg.data)
+    if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
+        return None
+    text = "".join(itertools.islice(tiny_config.texts(tiny_config.open_data(path)), 20))
+    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
+    rows = rows[::max(len(rows) // n, 1)][:n]
+    return Reference([tokenizer.decode(row) for row in rows], rows, functools.partial(tiny_config.judge_text, source=text))
+
+def measure(texts, rows, reference=None, judge=None):
+    """The measures of texts, given also as tokens, up to the end; beside each mean over texts its standard error, NAME_se.
+
+    With a judge the tokens are the judge's, and there is its perplexity. What only looks good is marked as degenerate.
+    """
+    if judge:
+        rows, reference = judge.tokens(texts), reference and reference._replace(rows=judge.tokens(reference.texts))
+    each, pooled = entropies(rows)
+    found = {"entropy": each, "entropy_pooled": pooled, "distinct": len(set(texts)) / len(texts), "length": [len(row) for row in rows],
+             "empty": sum(not text.strip() for text in texts) / len(texts), "repetition": [repetition(text) for text in texts]}
+    if reference:
+        data_each, data_pooled = entropies(reference.rows)
+        found |= {"data_entropy": sum(data_each) / len(data_each), "data_entropy_pooled": data_pooled} | reference.judge(texts)
+    out = judge.perplexity(rows) if judge else {}
+    for name, values in found.items():
+        out |= {name: float(np.mean(values or 0.0)), f"{name}_se": error(values)} if isinstance(values, list) else {name: values}
+    if judge and out["length"] >= 512:                  # as long as the paper's samples
+        poor = out["entropy"] < 5 or out["gen_ppl"] > 300
+    else:
+        poor = pooled < out.get("data_entropy_pooled", 0) - 0.5
+    return out | ({"degenerate": True} if poor else {})
+
+def together(found):
+    """One row of the table from those of several seeds: means, and their standard errors over the seeds."""
+    if len(found) == 1:
+        return found[0]
+    out = {}
+    for name in found[0]:
+        if not name.endswith("_se"):
+            values = [float(row.get(name, 0)) for row in found]
+            out |= {name: float(np.mean(values))} | ({} if name.startswith("data_") else {f"{name}_se": error(values)})
+    return out | {"n": found[0]["n"], "seeds": len(found)}
+
+def table(rows):
+    """Rows (dicts) as aligned columns, standard errors behind their measures."""
+    def cell(row, name):
+        value, spread = row.get(name, ""), row.get(f"{name}_se")
+        return f"{value:.3f}" + (f" ±{spread:.3f}" if spread is not None else "") if isinstance(value, float) else str(value)
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if not name.endswith("_se")]
+    cells = [names] + [[cell(row, name) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
+
+# ------------------------------------------------------------------------------------------ pictures
+
+def canvas(width, height, columns=1):
+    """A matplotlib figure, for files only, and its axis or axes."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns)
+
 def plot_trace(lines, path):
     """The trace as a picture: one row a step, dark where a token is already what it will be."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     final = lines[-1][1]
     widths = [max(map(len, column)) + 1 for column in zip(*(tokens for _, tokens in lines)) if any(column)]
     places = [sum(widths[:i]) + width / 2 for i, width in enumerate(widths)]
-    figure, axis = plt.subplots(figsize=(0.085 * (sum(widths) + 9), 0.22 * len(lines) + 0.1), layout="constrained")
+    figure, axis = canvas(0.085 * (sum(widths) + 9), 0.22 * len(lines) + 0.1)
     for row, (t, tokens) in enumerate(lines):
         axis.text(-9, row, f"t = {t:.2f}", fontsize=9, color="0.5", va="center")
         for place, token, last in zip(places, tokens, final):
@@ -214,156 +362,179 @@ def plot_trace(lines, path):
     axis.set(xlim=(-9, sum(widths)), ylim=(len(lines) - 0.5, -0.5))
     axis.axis("off")
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
-def plot_losses(entries, path):
-    """The losses of a training run over its steps as a picture; entries: the lines of metrics.jsonl, as dicts."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    for axis, name, title in zip(axes, ("mse", "ce"), ("velocity MSE (denoise)", "cross-entropy (decode)")):
-        for series, label in ((name, "training"), (f"heldout_{name}", "held out, averaged weights")):
-            axis.plot(*zip(*[(e["step"], e[series]) for e in entries if series in e]), label=label, lw=1.2)
-        axis.set(title=title, xlabel="step", yscale="log")
-        axis.legend()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def plot_sweep(lines, path):
+    """The paper's pictures, from the table of a sweep: quality against entropy over w (Figs. 5, 9), or against steps or cfg.
 
-# ------------------------------------------------------------------------------------------ measures
-
-def to_text(tokenizer, ids):
-    """Token ids (L,) -> text, cut at the first end-of-sequence token."""
-    ids = ids.tolist()
-    if tokenizer.eos_token_id in ids:
-        ids = ids[:ids.index(tokenizer.eos_token_id)]
-    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-
-def entropy(counts):
-    """Entropy in nats of a Counter of tokens."""
-    total = sum(counts.values())
-    return sum(n / total * math.log(total / n) for n in counts.values())
-
-def token_entropies(rows, eos):
-    """(mean entropy per sample, entropy of all samples pooled) over tokens up to the first EOS, in nats."""
-    rows = [row[:row.index(eos)] if eos in row else row for row in rows]
-    each = [Counter(row) for row in rows if row]
-    if not each:
-        return 0.0, 0.0
-    return sum(map(entropy, each)) / len(each), entropy(sum(each, Counter()))
-
-def measure(tokenizer, rows, texts, reference):
-    """The measures of one setting, as the entries of its table row. rows: token ids, texts: the same as text."""
-    out = dict(zip(("entropy", "entropy_pooled"), token_entropies(rows, tokenizer.eos_token_id)))
-    out["distinct"] = len(set(texts)) / len(texts)
-    if reference is not None:
-        data_rows, judge = reference
-        data = token_entropies(data_rows, tokenizer.eos_token_id)
-        out |= dict(zip(("data_entropy", "data_entropy_pooled"), data)) | judge(texts)
-    return out
-
-def load_reference(cfg, tokenizer, path, n):
-    """What samples are compared with: n texts of the data as token ids, and a function texts -> measures.
-
-    For a model of text it is the file's first 2 MB; None where there is no such file.
+    A curve for each combination of the other settings; hollow points are degenerate.
     """
-    if cfg.data == "tiny":
-        texts = tiny_config.heldout_stories()[:n]
-        return tokenizer(texts, add_special_tokens=False)["input_ids"], tiny_config.judge_stories
-    path = path or tiny_config.local_path(cfg.data)
-    if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
-        return None
-    text = "".join(itertools.islice(tiny_config.texts(tiny_config.open_data(path)), 20))
-    ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
-    return rows[::max(len(rows) // n, 1)][:n], lambda texts: tiny_config.judge_text(texts, text)
-
-def table(rows):
-    """Rows (dicts) as aligned columns."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names] + [[f"{row[n]:.3f}" if isinstance(row.get(n), float) else str(row.get(n, "")) for n in names] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells)
+    quality = next(name for name in ("gen_ppl", "bleu", "valid", "exact", "known_words", "distinct") if name in lines[0])
+    swept = [f.name for f in dataclasses.fields(Setting) if len({line[f.name] for line in lines}) > 1]
+    along = next(name for name in ("w", "steps", "cfg", *swept) if name in swept)
+    x = along if along != "w" else "entropy" if quality == "gen_ppl" else "entropy_pooled"
+    figure, axis = canvas(5.5, 3.8)
+    curves = {}
+    for line in sorted(lines, key=lambda line: line[along]):
+        curves.setdefault(", ".join(f"{name} {line[name]}" for name in swept if name != along), []).append(line)
+    for label, curve in curves.items():
+        xs, ys = [line[x] for line in curve], [line[quality] for line in curve]
+        drawn = axis.errorbar(xs, ys, [line.get(f"{quality}_se", 0) for line in curve], label=label, marker="o", lw=1.2, capsize=2)
+        for place in [(a, b) for a, b, line in zip(xs, ys, curve) if line.get("degenerate")]:
+            axis.plot(*place, "o", mfc="white", mec=drawn[0].get_color(), zorder=3)
+        for line, *place in zip(curve, xs, ys) if along == "w" else ():
+            axis.annotate(f"{line['w']:g}", place, xytext=(4, 4), textcoords="offset points", fontsize=8)
+    axis.set(xlabel=f"{x}, over w" if along == "w" else x, ylabel=quality)
+    if along == "steps":
+        axis.set_xscale("log", base=2)
+    if len(curves) > 1:
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
 
 # ------------------------------------------------------------------------------------------ the program
 
-def settings(options, cfg):
-    """The settings to sample with: every combination of the comma lists, each once."""
-    lists = []
-    for name, kind in SWEEPS.items():
-        default = {"steps": cfg.sample_steps, "gamma": cfg.gamma, "w": cfg.w}.get(name)
-        given = getattr(options, name) or str(getattr(Options, name) if default is None else default)
-        lists.append([read_value(f"--{name}", value, kind) for value in given.split(",")])
-    found = []
-    for combination in itertools.product(*lists):
-        how = dict(zip(SWEEPS, combination))
-        for name, ok, takes in (
-                ("steps", how["steps"] >= 1, "1 or more"), ("gamma", how["gamma"] >= 0, "0 or more"), ("w", how["w"] > 0, "more than 0"),
-                ("sampler", how["sampler"] in ("ode", "sde"), "ode or sde"),
-                ("sde_start", how["sde_start"] in ("paper", "released"), "paper or released"),
-                ("grid", how["grid"] in ("logit_normal", "uniform", "quantile"), "logit_normal, uniform or quantile")):
-            if not ok:
-                raise UserError(f"--{name}={how[name]}: takes {takes}")
-        if how["sampler"] == "ode":                         # which has no noise: don't sample the same thing twice
-            how |= {"gamma": 0.0, "sde_start": "paper"}
-        if how not in found:
-            found.append(how)
-    return found
+def settings(given, cfg):
+    """The settings to sample a model with: every combination of the comma lists given, each once; the rest as its Config says."""
+    base, found = Setting(steps=cfg.sample_steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), {}
+    for values in itertools.product(*(text.split(",") for text in given.values())):
+        setting = override(base, dict(zip(given, values)))
+        if setting.sampler == "ode" or setting.gamma == 0 or setting.steps == 1:        # nothing puts noise back: all the same
+            setting = replace(setting, sampler="ode", gamma=0.0, sde_start="paper")
+        found[setting if cfg.source_length else replace(setting, cfg=1.0)] = None
+    return list(found)
 
-def main(argv):
-    options = override(Options(), parse(argv, __doc__, Options()))
-    if not options.model:
-        raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
-    paths = [os.path.abspath(path) for path in (options.out, options.json, options.plot, options.data) if path]
+def read_lines(option, path):
+    """The lines of a text file. Raises UserError where there are none, or one is empty."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"{option}{path}: not to be read ({one_line(fault)})") from None
+    for number, line in enumerate(lines or [""], start=1):
+        if not line.strip():
+            raise UserError(f"{option}{path}: line {number} is empty")
+    return lines
+
+def read_samples(path):
+    """(texts made elsewhere, from a .jsonl file; what each was to be, or None where that isn't said)."""
+    texts, targets = [], []
+    for number, line in enumerate(read_lines("--eval_file=", path), start=1):
+        try:
+            entry = json.loads(line)
+            texts.append(str(entry["text"] if "text" in entry else entry["generated"]))
+            targets.append(entry.get("target"))
+        except (ValueError, TypeError) as fault:
+            raise UserError(f"--eval_file={path}: line {number} is no JSON object ({one_line(fault)})") from None
+        except KeyError:
+            raise UserError(f"--eval_file={path}: line {number} lacks the key text (or generated); it has {', '.join(entry)}") from None
+    return texts, None if None in targets else targets
+
+def check_files(options):
+    """Refuses what cannot be written, before any work."""
+    paths = [os.path.abspath(path) for path in (options.out, options.json, options.plot, options.data, options.input_file) if path]
     if len(set(paths)) < len(paths):
-        raise UserError("--out, --json, --plot and --data must be different files")
+        raise UserError("--out, --json, --plot, --data and --input_file must be different files")
     for name in ("out", "json", "plot"):
         path = getattr(options, name)
         if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
             raise UserError(f"--{name}={path}: no file can be written there")
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
-    if (options.trace or options.plot) and (options.out or options.json):
-        raise UserError("--trace and --plot show one text; --out and --json write many: use one or the other")
-    if options.data and not os.path.isfile(options.data):
-        raise UserError(f"--data={options.data}: no such file")
+    if not options.model and not options.eval_file:
+        raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
     if options.config and options.config not in tiny_config.PRESETS:
         raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, tiny_config.PRESETS)}")
-    device = pick_device(options.device)
+
+def measure_file(options, device):
+    """The row of the table for texts made elsewhere: by a judge, by their targets, or by what a model knows of its data."""
+    texts, targets = read_samples(options.eval_file)
+    tokens, reference = lambda some: [text.split() for text in some], None
+    if options.model:
+        cfg = elf.load_model(options.model, "cpu", tiny_config.PRESETS.get(options.config))[1]
+        tokenizer = tiny_config.load_tokenizer(options.encoder or tiny_config.encoder_source(options.model, cfg))
+        tokens = functools.partial(tokenizer, add_special_tokens=False)
+        reference = load_reference(cfg, tokenizer, options.data, len(texts))
+    if targets:
+        reference = Reference(targets, tokens(targets), functools.partial(compare, targets=targets))
+    judge = Judge(options.judge, device) if options.eval or not reference else None
+    return {"file": options.eval_file, "n": len(texts)} | measure(texts, tokens(texts), reference, judge)
+
+def write_texts(texts, reference, path):
+    """Writes texts to a .jsonl file, a line each, with the source and the target that they were made from, if any."""
+    if path:
+        columns = {"text": texts} | ({"input": reference.inputs, "target": reference.texts} if reference and reference.inputs else {})
+        entries = [{"id": i} | {name: column[i] for name, column in columns.items() if column} for i in range(len(texts))]
+        Path(path).write_text("".join(json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries), encoding="utf-8")
+
+def report(lines, options):
+    """Prints the table, and writes and draws it where that was asked for."""
+    print("\n" + table(lines))
+    if options.json:
+        Path(options.json).write_text(json.dumps(lines, indent=1))
+    if options.plot:
+        plot_sweep(lines, options.plot)
+
+def sample_all(model, way, seed, n, options, encoder, stored, rank, world):
+    """generate for the samples 0 to n - 1, each process making its share; every process gets all of them."""
+    mine = np.array_split(range(n), world)[rank].tolist()
+    shares = [generate(model, way, seed, mine, options.batch, encoder, stored)] * world
+    if world > 1:
+        dist.all_gather_object(shares, shares[0])
+    return list(itertools.chain(*shares))
+
+def main(argv):
+    given = parse(argv, __doc__, Options(), Setting())
+    options = override(Options(), {name: given.pop(name) for name in vars(Options()) if name in given})
+    check_files(options)
+    rank, world, device = connect(options.device)
+    if options.eval_file:
+        return report([measure_file(options, device)], options)
     model, cfg = elf.load_model(options.model, device, tiny_config.PRESETS.get(options.config))
     accelerate(model, device, options.dtype, options.compile)
-    if options.data and cfg.data == "tiny":
-        raise UserError("--data is for models of text; a model of the tiny language is judged by its rules")
-    sweep = settings(options, cfg)
-    if len(sweep) > 1 and (options.out or options.trace or options.plot):
-        raise UserError("--out, --trace and --plot take one setting, not a sweep")
-    tokenizer = elf.load_tokenizer(options.encoder or elf.encoder_source(options.model, cfg))
+    source, ways = options.encoder or tiny_config.encoder_source(options.model, cfg), settings(given, cfg)
+    encoder = tiny_config.load_encoder(source, device, cfg.encoder_dtype) if cfg.source_length else None
+    tokenizer = encoder.tokenizer if encoder else tiny_config.load_tokenizer(source)
     if len(tokenizer) != cfg.vocab:
         raise UserError(f"the model has {cfg.vocab} tokens, its encoder's tokenizer, {tokenizer.name_or_path}, has {len(tokenizer)}")
-    if options.trace or options.plot:
-        lines = list(trace(model, tokenizer, options.seed, **sweep[0]))
+    inputs = [options.prompt] if options.prompt else read_lines("--input_file=", options.input_file) if options.input_file else None
+    if inputs and not encoder:
+        raise UserError("--prompt and --input_file are for a model with a source; this one has none")
+    if (inputs or options.out or options.trace) and len(ways) * options.seeds > 1:
+        raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
+    if inputs:
+        ids = tokenizer(inputs, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        rows = [[-1 - i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
+        reference = Reference([], [], None, np.array([row[:cfg.length] for row in rows]), inputs)
+    else:
+        reference = load_reference(cfg, tokenizer, options.data, options.n, options.eval)
+    stored = reference and reference.stored
+    if options.trace or options.plot and len(ways) * options.seeds == 1:
+        lines = list(trace(model, tokenizer, options.seed, ways[0], encoder, stored))
         print_trace(lines)
         return plot_trace(lines, options.plot) if options.plot else None
 
-    reference, lines = load_reference(cfg, tokenizer, options.data, options.n), []
-    for how in sweep:
-        began = time.time()
-        rows = generate(model, options.n, options.seed, options.batch, **how)
-        seconds = time.time() - began
-        texts = [to_text(tokenizer, row) for row in rows]
-        lines.append(how | {"n": options.n, "seconds": seconds} | measure(tokenizer, rows.tolist(), texts, reference))
-        if len(sweep) > 1:
-            print(f"{len(lines)}/{len(sweep)}", ", ".join(f"{k}={v}" for k, v in how.items()), "|", texts[0][:100], flush=True)
-    if len(sweep) == 1:
-        print("\n\n".join(texts[:16]) + (f"\n\n... and {len(texts) - 16} more" if len(texts) > 16 else ""))
-    print("\n" + table(lines))
-    if options.out:
-        with open(options.out, "w", encoding="utf-8") as file:
-            for i, text in enumerate(texts):
-                file.write(json.dumps({"id": i, "text": text}, ensure_ascii=False) + "\n")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(lines, file, indent=1)
+    judge, lines = Judge(options.judge, device) if options.eval and not encoder and rank == 0 else None, []
+    for way in ways:
+        found = []
+        for seed in range(options.seed, options.seed + options.seeds):
+            began, n = time.time(), options.n if stored is None else len(stored)
+            rows = sample_all(model, way, seed, n, options, encoder, stored, rank, world)
+            rows = [until_end(row, tokenizer.eos_token_id) for row in rows]
+            seconds, texts = time.time() - began, [to_text(tokenizer, row) for row in rows]
+            if rank == 0 and not inputs:
+                found.append({"n": n, "seconds": seconds} | measure(texts, rows, reference, judge))
+        if found:
+            lines.append(asdict(way) | together(found))
+        if found and len(ways) > 1:
+            print(f"{len(lines)}/{len(ways)}", ", ".join(f"{k}={v}" for k, v in asdict(way).items()), "|", texts[0][:100], flush=True)
+    if rank == 0:
+        write_texts(texts, reference, options.out)
+        if inputs:
+            print("\n".join(" ".join(text.split()) for text in texts))
+        else:
+            if len(ways) == 1:
+                print("\n\n".join(texts[:16]) + (f"\n\n... and {len(texts) - 16} more" if len(texts) > 16 else ""))
+            report(lines, options)
+    if world > 1:
+        dist.destroy_process_group()
 
 if __name__ == "__main__":
     run(main, sys.argv[1:])

@@ -505,23 +505,32 @@ def test_the_language_is_large_and_training_sees_little_of_it():
     assert not set(texts) & set(tiny_config.heldout_stories())
 
 
-def test_every_story_is_valid_and_fits_the_tiny_preset():
+def test_every_story_obeys_the_rules_and_fits_the_tiny_preset():
+    """The rules once more, by the places of the words."""
+    she, plural = set("mia ana eva zoe ida lea".split()), {"kites", "balls", "books", "rings", "coats", "lamps", "drums", "dolls"}
     for text in tiny_config.training_stories()[:5000]:
-        assert tiny_config.broken_rules(text) == []
+        assert tiny_config.is_story(text), text
+        first, second, third, rest = (part.split() for part in text.split("."))
+        assert not rest and second[0] == ("she" if first[0] in she else "he") and third[0] == first[0]
+        assert (first[2] != "one") == (first[4] in plural) == (second[3] == "them")
+        assert third[2] == "the" and third[3:5] == first[3:5]
+        assert (second[1], third[1]) == tuple(word.split()[0] for word in tiny_config.MISHAPS[first[1]])
         assert len(text.split()) < PRESETS["tiny"].length           # there is room for an end
 
 
 def test_each_rule_is_checked():
     good = "mia lost two red kites at the pond . she looked for them all day . mia found the red kites at noon ."
-    assert tiny_config.broken_rules(good) == []
+    assert tiny_config.is_story(good)
+    assert tiny_config.is_story("tom broke one blue ring at home . he cried over it for weeks . tom mended the blue ring in spring .")
     for old, new, rule in [("two red kites", "two red kite", "thing fits number"), ("she", "he", "she/he fits name"),
                            ("them", "it", "it/them fits number"), ("looked for", "waited for", "middle fits opening"),
                            ("found", "mended", "ending fits opening"), (". mia", ". ana", "name comes back"),
                            ("the red", "the blue", "colour comes back"), ("red kites at noon", "red balls at noon", "thing comes back"),
                            ("red kites at noon", "red kite at noon", "thing comes back")]:
-        assert old in good and rule in tiny_config.broken_rules(good.replace(old, new)), rule
-    for bad in ("", good[:-2], good + " .", good.replace("mia lost", "mia mia lost"), good.replace(" at noon", ""), good.upper()):
-        assert tiny_config.broken_rules(bad) == ["form"]
+        assert old in good and not tiny_config.is_story(good.replace(old, new)), rule
+    for bad in ("", good[:-2], good + " .", good.replace("mia lost", "mia mia lost"), good.replace(" at noon", ""), good.upper(),
+                good + "\n", good.replace(" .", "."), good.replace("red kites at noon", "red kites today at noon")):
+        assert not tiny_config.is_story(bad), bad
 
 
 def test_a_changed_word_is_only_valid_where_the_language_has_that_story():
@@ -533,7 +542,7 @@ def test_a_changed_word_is_only_valid_where_the_language_has_that_story():
     for i in range(len(words)):
         for word in vocabulary:
             text = " ".join(words[:i] + [word] + words[i + 1:])
-            assert (tiny_config.broken_rules(text) == []) == (text in near), text
+            assert tiny_config.is_story(text) == (text in near), text
 
 
 def test_a_trigram_model_writes_few_valid_stories():
@@ -547,7 +556,7 @@ def test_a_trigram_model_writes_few_valid_stories():
         words = ["", ""]
         while len(words) < 60 and (word := rng.choice(following[tuple(words[-2:])])):
             words.append(word)
-        valid += not tiny_config.broken_rules(" ".join(words[2:]))
+        valid += tiny_config.is_story(" ".join(words[2:]))
     assert valid / 1000 < 0.2
 
 
@@ -1091,14 +1100,18 @@ def test_train_refuses_in_one_line(tmp_path, capsys, argv, words):
     assert not (tmp_path / "new").exists()
 
 
+def texts_of(source):
+    return [row["text"] for row in tiny_config.open_data(source)]
+
+
 def test_an_address_is_fetched_once_and_no_network_says_what_to_do(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tiny_config.urllib.request, "urlopen", lambda address, timeout: io.BytesIO(b"to be or not"))
-    assert list(tiny_config.texts(tiny_config.open_data("https://one.invalid/a/input.txt"))) == ["to be or not"]
+    assert texts_of("https://one.invalid/a/input.txt") == ["to be or not"]
 
     def offline(address, timeout):
         raise OSError("no network")
     monkeypatch.setattr(tiny_config.urllib.request, "urlopen", offline)
-    assert list(tiny_config.texts(tiny_config.open_data("https://one.invalid/a/input.txt"))) == ["to be or not"]      # kept
+    assert texts_of("https://one.invalid/a/input.txt") == ["to be or not"]      # kept
     assert "--data=FILE" in refused(capsys, train, "--config=tiny_text", "--data=https://two.invalid/a/input.txt")
 
 
@@ -1290,7 +1303,7 @@ def test_a_pretrained_encoder_trains_and_then_does_without_its_folder(kind, dtyp
     ids = {*rows.flatten().tolist(), *heldout.flatten().tolist()}
     assert not ids & {*encoder.tokenizer.all_special_ids} - {encoder.tokenizer.unk_token_id}        # none added, none read from the text
     shutil.rmtree(source)
-    monkeypatch.setattr(datasets.Dataset, "map", None)                  # nothing is tokenised again
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "__call__", None)     # nothing is tokenised again
     before = weights_of(folder)
     train.main([*argv, "--resume"])
     assert_same(weights_of(folder), before)
@@ -1397,14 +1410,11 @@ def write_data(kind, folder, name, values):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "disk", "dict", "text"])
 def test_packing_keeps_every_token(tmp_path, monkeypatch, tokenizer, kind):
-    monkeypatch.setattr(tiny_config.pieces, "__defaults__", (60,))      # many pieces a file
-    documents, eos, packed = [text for text in DOCUMENTS if text or kind != "text"], tokenizer.eos_token_id, []
+    monkeypatch.setattr(tiny_config.read_pieces, "__defaults__", (60,))      # many pieces a file
+    documents, eos = [text for text in DOCUMENTS if text or kind != "text"], tokenizer.eos_token_id
     data = tiny_config.open_data(source := write_data(kind, tmp_path, "text", documents))
-    for workers in (1, 2, 3):
-        packed.append(tiny_config.pack(data, source, tokenizer, workers).tolist())
-        shutil.rmtree("data")
-    assert packed[0] == packed[1] == packed[2]
-    flat = packed[0]
+    flat = tiny_config.pack(data, source, tokenizer).tolist()
+    assert len(os.listdir("data")) == 1             # nothing else is left behind
     if kind == "text":                              # cut at ends of lines, where tokens may differ, but the text doesn't
         assert tokenizer.decode(flat) == "".join(text.removeprefix("\ufeff") + "</s>" for text in documents)
         assert flat.count(eos) == len(documents)
@@ -1417,7 +1427,7 @@ def test_packing_keeps_every_token(tmp_path, monkeypatch, tokenizer, kind):
 
 def test_data_is_tokenised_once_for_each_content_and_tokenizer(tmp_path, tokenizer, monkeypatch):
     def packed(source, tokenizer=tokenizer):
-        return tiny_config.pack(tiny_config.open_data(source), source, tokenizer, 1).tolist()
+        return tiny_config.pack(tiny_config.open_data(source), source, tokenizer).tolist()
     sources = [write_data(kind, tmp_path / kind, "text", ["the sun", "the moon"]) for kind in ("jsonl", "disk", "text")]
     sources.append(shutil.copy(sources[0], f"{tmp_path}/same.txt"))      # the same bytes, but one text
     found = [packed(source) for source in sources]
@@ -1429,7 +1439,7 @@ def test_data_is_tokenised_once_for_each_content_and_tokenizer(tmp_path, tokeniz
     (tmp_path / "text/0000.txt").write_text("the son")
     assert packed(sources[2]) != found[2] and len(os.listdir("data")) == 7
     tokenizer.save_pretrained(tmp_path / "saved")
-    monkeypatch.setattr(datasets.Dataset, "map", None)                  # nothing is tokenised again
+    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "__call__", None)     # nothing is tokenised again
     for again in (tokenizer, pickle.loads(pickle.dumps(tokenizer)), elf.load_tokenizer(tmp_path / "saved")):
         assert [packed(sources[i], again) for i in (0, 1, 3)] == [found[0], found[1], found[3]]
 
@@ -1443,7 +1453,7 @@ def test_a_hub_id_may_hold_either_layout(tmp_path, monkeypatch, saved, want):
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name, repo_type: names)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, repo_type: str(tmp_path / "snapshot"))
     monkeypatch.setattr(datasets, "load_dataset", lambda name: datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": [name]})))
-    assert list(tiny_config.texts(tiny_config.open_data("org/data"))) == [want]
+    assert texts_of("org/data") == [want]
 
 
 @pytest.mark.parametrize("option, kind", [("data", "--repo-type dataset "), ("encoder", "")])
@@ -1519,7 +1529,7 @@ def test_wrong_files_and_folders_are_refused(tmp_path, capsys, caplog, encoders)
 
 def test_a_csv_file_is_a_table(tmp_path):
     (tmp_path / "a.csv").write_text('id,text\n1,"the sun, and\nthe moon"\n2,hill\n')
-    assert list(tiny_config.texts(tiny_config.open_data(f"{tmp_path}/a.csv"))) == ["the sun, and\nthe moon", "hill"]
+    assert texts_of(f"{tmp_path}/a.csv") == ["the sun, and\nthe moon", "hill"]
 
 
 def test_a_mistyped_path_is_not_taken_for_a_hub_id(capsys):

@@ -1,8 +1,9 @@
-"""What a laptop needs to run ELF offline: a tiny language with an exact checker, and a small encoder.
+"""What a laptop needs to run ELF offline: two tiny languages with exact checkers, and a small encoder.
 
 `tiny` learns a language of short stories that is written down here, so that every sample can be judged exactly:
-it either obeys all the rules or it doesn't. `tiny_text` learns any text file you give it. Both train a small T5
-encoder from scratch first (about half a minute) and freeze it, as the full-size runs freeze a pretrained one.
+it either obeys all the rules or it doesn't. `tiny_pair` translates from one such language to another, `tiny_text`
+learns any text file you give it. All train a small T5 encoder from scratch first (about half a minute) and freeze it,
+as the full-size runs freeze a pretrained one.
 """
 import dataclasses
 import functools
@@ -10,7 +11,6 @@ import glob
 import hashlib
 import http.client
 import itertools
-import math
 import os
 import random
 import re
@@ -26,21 +26,16 @@ from tqdm import tqdm
 import elf
 from elf import Config, UserError, loaded, one_line, write_safely
 
-PRESETS = elf.PRESETS | {
-    "tiny": Config(
-        data="tiny", encoder="scratch", encoder_steps=1500, encoder_lr=0.005, encoder_warmup=0.0135, vocab=0, length=25,
-        latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
-        batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
-    "tiny_text": Config(
-        data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-        encoder="scratch", encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=4096, length=64,
-        latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
-        batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0),
-}
-PRESETS["tiny_pair"] = dataclasses.replace(
-    PRESETS["tiny"], data="tiny_pair", length=24, source_length=11, sample_steps=16, gamma=0.0, w=1.0)
+TINY = Config(
+    data="tiny", encoder="scratch", encoder_steps=1500, encoder_lr=0.005, encoder_warmup=0.0135, vocab=0, length=25,
+    latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
+    batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0)
+PRESETS = elf.PRESETS | {"tiny": TINY, "tiny_text": dataclasses.replace(
+    TINY, data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+    encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=4096, length=64), "tiny_pair": dataclasses.replace(
+    TINY, data="tiny_pair", length=24, source_length=11, hidden=128, heads=4, steps=900, sample_steps=16, gamma=0.0, w=1.0)}
 
-# ------------------------------------------------------------------------------------------ the language
+# ------------------------------------------------------------------------------------------ the stories
 # A story: someone meets with a mishap, suffers it, and undoes it.
 #   mia lost two red kites at the pond . she looked for them all day . mia found the red kites at noon .
 # Rules that reach across it: the name comes back; the colour and the thing come back, in the same number; she/he
@@ -58,7 +53,6 @@ PLACES = ["at the pond", "in the barn", "by the gate", "on the hill", "near the 
 WHILES = ["all day", "all night", "every day", "for weeks", "in secret", "with sighs"]
 TIMES = ["at noon", "at last", "in spring", "today"]
 SLOTS = [list(NAMES), list(MISHAPS), list(NUMBERS), COLOURS, list(THINGS), PLACES, WHILES, TIMES]
-POSSIBLE = math.prod(map(len, SLOTS))       # how many stories the language has
 
 def story(name, mishap, number, colour, thing, place, during, time):
     """The one story for a choice of each slot."""
@@ -67,69 +61,16 @@ def story(name, mishap, number, colour, thing, place, during, time):
     return (f"{name} {mishap} {number} {colour} {thing} {place} . {NAMES[name]} {suffered} {NUMBERS[number]} {during} . "
             f"{name} {undone} the {colour} {thing} {time} .")
 
-def stories(n, seed, avoid=()):
-    """n different stories, drawn evenly from the language, none of them in `avoid`."""
-    rng, seen = random.Random(seed), set(avoid)
-    found = []
-    while len(found) < n:
-        text = story(*(rng.choice(slot) for slot in SLOTS))
-        if text not in seen:
-            seen.add(text)
-            found.append(text)
-    return found
-
-@functools.cache
-def training_stories():
-    """The stories that `tiny` trains on: 2 % of the language."""
-    return stories(40_000, seed=1)
-
-@functools.cache
-def heldout_stories():
-    return stories(1024, seed=2, avoid=training_stories())
-
-def _one_of(name, words):
-    return f"(?P<{name}>{'|'.join(sorted(words, key=len, reverse=True))})"
-
-_FORM = re.compile(
-    " ".join([_one_of("name", NAMES), _one_of("mishap", MISHAPS), _one_of("number", NUMBERS), _one_of("colour", COLOURS),
-              _one_of("thing", [*THINGS, *THINGS.values()]), _one_of("place", PLACES), r"\.",
-              "(?P<pronoun>she|he)", _one_of("suffered", [s for s, _ in MISHAPS.values()]), "(?P<it>it|them)", _one_of("during", WHILES), r"\.",
-              _one_of("name2", NAMES), _one_of("undone", [u for _, u in MISHAPS.values()]), "the", _one_of("colour2", COLOURS),
-              _one_of("thing2", [*THINGS, *THINGS.values()]), _one_of("time", TIMES), r"\."]))
-
-def broken_rules(text):
-    """The rules of the language that a text breaks, by name; an empty list means that it is valid."""
-    match = _FORM.fullmatch(text)
-    if not match:
-        return ["form"]
-    m = match.groupdict()
-    plural = m["thing"] in THINGS.values()
-    rules = {"thing fits number": plural == (m["number"] != "one"),
-             "she/he fits name": m["pronoun"] == NAMES[m["name"]],
-             "it/them fits number": m["it"] == NUMBERS[m["number"]],
-             "middle fits opening": m["suffered"] == MISHAPS[m["mishap"]][0],
-             "ending fits opening": m["undone"] == MISHAPS[m["mishap"]][1],
-             "name comes back": m["name2"] == m["name"],
-             "colour comes back": m["colour2"] == m["colour"],
-             "thing comes back": m["thing2"] == m["thing"]}
-    return [name for name, kept in rules.items() if not kept]
+def is_story(text):
+    """Whether a text is a story of the language: what can be read off it for each slot gives this very story."""
+    chosen = [[option for option in slot if re.search(rf"\b{option}s?\b", text)] for slot in SLOTS]     # kite or kites
+    return all(chosen) and story(*(options[0] for options in chosen)) == text
 
 def judge_stories(texts):
-    """Exact measures: share of valid texts, and of the valid ones the share that training never saw."""
-    seen = set(training_stories())
-    valid = [text for text in texts if not broken_rules(text)]
-    novel = [text for text in valid if text not in seen]
-    return {"valid": len(valid) / len(texts), "novel": len(novel) / max(len(valid), 1)}
-
-def story_rows(tokenizer, length):
-    """(training, held-out) stories as arrays of token ids (N, L), each filled up with EOS, which the model learns to write too."""
-    found = []
-    for texts in (training_stories(), heldout_stories()):
-        rows = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        if (longest := max(map(len, rows))) >= length:
-            raise UserError(f"--length={length}: the longest text has {longest} tokens, and an end must fit behind it")
-        found.append(np.array([row + [tokenizer.eos_token_id] * (length - len(row)) for row in rows]))
-    return found
+    """Exact measures: whether each text is valid, and of the valid ones the share that training never saw."""
+    valid = [text for text in texts if is_story(text)]
+    novel = [text for text in valid if text not in made("tiny")]
+    return {"valid": [float(is_story(text)) for text in texts], "novel": len(novel) / max(len(valid), 1)}
 
 # ------------------------------------------------------------------------------------------ the pairs
 # A sentence of something like German, and its one translation into something like English.
@@ -155,7 +96,6 @@ WHERE = {"im park": "in the park", "im garten": "in the garden", "im hafen": "in
          "am markt": "at the market", "am tor": "at the gate"}
 PAIR_SLOTS = [list(words) for words in (WHEN, WHO, (False, True), LIKE, DOES, HOW_MANY, WHICH, WHAT, WHERE)]
 
-
 def pair(when, who, many, like, does, how_many, which, what, where):
     """The sentence for a choice of each slot, and its translation; many: whether the subject is plural."""
     article, plural, person, people = WHO[who].split()
@@ -175,45 +115,24 @@ def pair(when, who, many, like, does, how_many, which, what, where):
     target = f"the {LIKE[like]} {people if many else person} {verb} {article} {WHICH[which]} {meaning[not one]} {WHERE[where]} {WHEN[when]}"
     return source.strip(), target
 
+LANGUAGES = {"tiny": (story, SLOTS), "tiny_pair": (pair, PAIR_SLOTS)}
+
 @functools.cache
-def pairs(n, seed, avoid=()):
-    """n different pairs (source, target), drawn evenly from the language, none of them in `avoid`."""
-    rng, found, avoid = random.Random(seed), {}, set(avoid)
-    while len(found) < n:
-        new = pair(*(rng.choice(slot) for slot in PAIR_SLOTS))
+def made(name, heldout=False):
+    """40,000 different stories or pairs of a language, 2 % or 1 % of it, drawn evenly; or 1,024 others, held out. A dict's keys."""
+    make, slots = LANGUAGES[name]
+    rng, found, avoid = random.Random(2 if heldout else 1), {}, made(name) if heldout else ()
+    while len(found) < (1024 if heldout else 40_000):
+        new = make(*(rng.choice(slot) for slot in slots))
         if new not in avoid:
             found[new] = None
-    return tuple(found)
-
-def training_pairs():
-    """The pairs that `tiny_pair` trains on: 1 % of the language."""
-    return pairs(40_000, seed=1)
-
-def heldout_pairs():
-    return pairs(1024, seed=2, avoid=training_pairs())
-
-def pair_rows(texts, tokenizer, cfg):
-    """Pairs of texts as an array (N, L): the source as ~id, the target, and EOS, which the model learns to write too."""
-    sources, targets = (tokenizer(list(side), add_special_tokens=False, split_special_tokens=True)["input_ids"] for side in zip(*texts))
-    found = []
-    for source, target in zip(sources, targets):
-        row = [~i for i in source[:cfg.source_length]] + target
-        found.append((row + [tokenizer.eos_token_id] * cfg.length)[:cfg.length])
-    return np.array(found)
-
-def unpack(ids, tokenizer, cfg):
-    """Rows as they are stored (B, L) -> token ids, and which positions are a source's, count in the loss, and are seen."""
-    source, ids = ids < 0, torch.where(ids < 0, ~ids, ids)
-    if cfg.source_length == 0:
-        real = ids != tokenizer.pad_token_id
-        return ids, source, real, real
-    ended = ((ids == tokenizer.eos_token_id) & ~source).cumsum(1) > 0
-    return ids, source, ~source, ~ended
+    return found
 
 # ------------------------------------------------------------------------------------------ any data
-# What --data names becomes an array of token ids (N, L), N rows of L. Raw text is tokenised once, in parallel, into one
+# What --data names becomes an array of token ids (N, L), N rows of L. Raw text is tokenised once, on all cores, into one
 # flat file of documents, an EOS behind each; row i is a slice of it. So packing loses only the last, incomplete row,
-# a row may hold parts of several documents, and the memory doesn't grow with the data.
+# a row may hold parts of several documents, and the memory doesn't grow with the data. With a source a row is the
+# source, its tokens stored as ~id, then the target, then EOS to the end; stories are targets without a source.
 
 TABLES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}     # files that hold rows; all others are text
 
@@ -240,58 +159,58 @@ def find_files(source):
     pattern = f"{path}/**/*.txt" if os.path.isdir(path) else path
     return [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
 
-def pieces(path, size=100_000):
-    """A text file, one document, as pieces of whole lines, about `size` bytes each: dicts of path, first and last byte, end (bool)."""
-    edges, total = [0], os.path.getsize(path)
-    with open(path, "rb") as file:
-        while edges[-1] < total:
-            file.seek(edges[-1] + size)
-            file.readline()
-            edges.append(min(file.tell(), total))
-    return [{"path": path, "first": a, "last": b, "end": b == total} for a, b in itertools.pairwise(edges)]
+def read_pieces(files, size=100_000):
+    """Text files, each one document, in pieces of whole lines, about `size` bytes each: dicts of text, end (bool: of the document)."""
+    for path in files:
+        total = os.path.getsize(path)
+        with open(path, "rb") as file:
+            while raw := file.read(size) + file.readline():
+                first = file.tell() - len(raw)
+                try:
+                    text = raw.decode("utf-8" if first else "utf-8-sig")            # without a byte order mark, if there is one
+                except UnicodeDecodeError as error:
+                    raise UserError(f"--data={path}: not UTF-8 text (byte {raw[error.start]:#04x} at position {first + error.start}); "
+                                    "if it is text at all, convert it with iconv -t utf-8") from None
+                if "\0" in text:
+                    raise UserError(f"--data={path}: holds zero bytes, so it is no text file")
+                yield {"text": text, "end": file.tell() == total}
 
-def read_piece(path, first, last):
-    """The text of a piece. Raises UserError where it isn't UTF-8 text."""
-    with open(path, "rb") as file:
-        file.seek(first)
-        raw = file.read(last - first)
-    try:
-        text = raw.decode("utf-8" if first else "utf-8-sig")            # without a byte order mark, if there is one
-    except UnicodeDecodeError as error:
-        raise UserError(f"--data={path}: not UTF-8 text (byte {raw[error.start]:#04x} at position {first + error.start}); "
-                        "if it is text at all, convert it with iconv -t utf-8") from None
-    if "\0" in text:
-        raise UserError(f"--data={path}: holds zero bytes, so it is no text file")
-    return text
-
-def open_data(source):
-    """What --data names as a datasets.Dataset, with a column `text`, or `input_ids`, or with pieces of text files."""
+def open_data(source, pairs=False):
+    """What --data names as a data set of the library `datasets`, with these columns: `text`, and `end` if its rows are pieces;
+    or `input_ids`; pairs: `input` and `output`, or `condition_input_ids` and `input_ids`; the stories: `output`."""
     import datasets
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(50)                                    # its errors are told by ours
+    if source in LANGUAGES:
+        both = [*made(source), *made(source, heldout=True)]
+        return datasets.Dataset.from_dict(dict(zip(("input", "output"), zip(*both))) if pairs else {"output": both})
     files = find_files(source)
     kinds = {TABLES.get(Path(file).suffix, "text") for file in files}
     if len(kinds) > 1:
         raise UserError(f"--data={source}: files of several kinds ({', '.join(sorted(kinds))}); give one kind at a time")
-    if kinds == {"text"}:
-        if not (found := [piece for file in files for piece in pieces(file)]):
+    if kinds == {"text"} and not pairs:
+        if not any(map(os.path.getsize, files)):
             raise UserError(f"--data={source}: empty")
-        return datasets.Dataset.from_list(found)
+        columns = datasets.Features(text=datasets.Value("string"), end=datasets.Value("bool"))
+        return datasets.IterableDataset.from_generator(read_pieces, columns, {"files": files})      # read anew each time
     data = loaded("--data=", files[0] if files else source,
                   lambda: datasets.load_dataset(*kinds, data_files=files) if files else open_folder(source), "--repo-type dataset ")
     if isinstance(data, dict):
         if "train" not in data and len(data) > 1:
             raise UserError(f"--data={source}: has the parts {', '.join(data)}, but none called train")
         data = data.get("train") or next(iter(data.values()))
-    for name, kind in {"input_ids": r"(\w+_)?list<.*: u?int\d+.*", "text": r"(large_)?string"}.items():
-        if name in data.column_names:
-            column = data.data.column(name)
-            if column.null_count or not re.fullmatch(kind, str(column.type)):
-                raise UserError(f"--data={source}: the column {name} holds {column.type}, {column.null_count} of them null; needed are "
-                                "strings in text or lists of token ids in input_ids")
-            return data
-    raise UserError(f"--data={source}: has the columns {', '.join(data.column_names)}; one called text (strings) or input_ids "
-                    "(token ids) is needed")
+    choices = [("input", "output"), ("condition_input_ids", "input_ids")] if pairs else [("input_ids",), ("text",)]
+    for names in choices:
+        if set(names) <= set(data.column_names) and (pairs or "condition_input_ids" not in data.column_names):
+            for name in names:
+                column, kind = data.data.column(name), r"(\w+_)?list<.*: u?int\d+.*" if name.endswith("ids") else r"(large_)?string"
+                if column.null_count or not re.fullmatch(kind, str(column.type)):
+                    raise UserError(f"--data={source}: the column {name} holds {column.type}, {column.null_count} of them null; needed are "
+                                    f"{'lists of token ids' if name.endswith('ids') else 'strings'}")
+            return data.select_columns(list(names))
+    raise UserError(f"--data={source}: has the columns {', '.join(data.column_names)}; needed are "
+                    + ("input and output (strings), or condition_input_ids and input_ids (token ids)" if pairs else
+                       "text (strings) or input_ids (token ids); sources and targets are for presets such as tiny_pair"))
 
 def open_folder(source):
     """A folder or a Hub id: what save_to_disk wrote, also where a Hub id holds that layout, or data files."""
@@ -306,20 +225,9 @@ def open_folder(source):
     top = min(tops, key=lambda top: (len(top.parts), top.name != "train", top), default=None)
     return datasets.load_from_disk(top) if top else datasets.load_dataset(str(source))
 
-def texts(data):
-    """The texts of open_data, one after the other."""
-    for row in data:
-        yield row["text"] if "text" in row else read_piece(row["path"], row["first"], row["last"])
-
-def pack(data, source, tokenizer, workers=None):
+def pack(data, source, tokenizer):
     """The tokens of open_data as one flat array in a file, an EOS behind each document; made once for each content and tokenizer."""
     eos, dtype = tokenizer.eos_token_id, np.uint16 if len(tokenizer) <= 2 ** 16 else np.uint32
-
-    def tokenise(batch):
-        found = batch["text"] if "text" in batch else [read_piece(*piece) for piece in zip(batch["path"], batch["first"], batch["last"])]
-        rows = tokenizer(found, add_special_tokens=False, split_special_tokens=True)["input_ids"]      # "</s>" in a text is text
-        return {"ids": [np.array(row + [eos] * end, dtype) for row, end in zip(rows, batch.get("end", [True] * len(rows)))]}
-
     content = hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()} {eos} {data.column_names}".encode())
     if files := find_files(source):
         for file in files:
@@ -331,20 +239,17 @@ def pack(data, source, tokenizer, workers=None):
     if not os.path.isfile(path):
         print(f"tokenising {source} into {path} ...", flush=True)
         os.makedirs("data", exist_ok=True)
-        workers = min(workers or os.cpu_count(), len(data))
         with tempfile.TemporaryDirectory(dir="data") as folder:
-            done = data.map(tokenise, batched=True, batch_size=16, writer_batch_size=64, remove_columns=data.column_names,
-                            num_proc=workers if workers > 1 else None, cache_file_name=f"{folder}/part.arrow")
-
-            def write(name):
-                with open(name, "wb") as file:
-                    for chunk in done.data.column("ids").chunks:
-                        chunk.flatten().to_numpy().tofile(file)
-            write_safely(path, write)
+            with open(f"{folder}/tokens", "wb") as file:
+                for batch in data.iter(16):
+                    rows = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True)["input_ids"]   # "</s>" is text
+                    for row, end in zip(rows, batch.get("end", itertools.repeat(True))):
+                        np.array(row + [eos] * end, dtype).tofile(file)
+            os.replace(f"{folder}/tokens", path)
     return np.memmap(path, dtype, "r")
 
 class Rows:
-    """Ready-made rows of token ids as an array (N, L), each filled up with PAD."""
+    """Ready-made rows as an array (N, L) of token ids, filled up with PAD; or of a source's, as ~id, a target's, and EOS."""
 
     def __init__(self, data, cfg, tokenizer):
         self.data, self.cfg, self.tokenizer = data, cfg, tokenizer
@@ -355,13 +260,48 @@ class Rows:
     def __getitem__(self, rows):
         if isinstance(rows, slice):
             return Rows(self.data.select(range(len(self))[rows]), self.cfg, self.tokenizer)
-        found, length, vocab = self.data[rows]["input_ids"], self.cfg.length, len(self.tokenizer)
-        for row in found:
-            if None in row or not 0 < len(row) <= length or min(row) < 0 or max(row) >= vocab:
-                strange = [i for i in row if i not in range(vocab)]
-                raise UserError(f"--data={self.cfg.data}: holds a row of {len(row)} token ids, {strange[:3] or 'none'} of them unknown; by "
-                                f"--length and the encoder's vocabulary a row has 1 to {length} ids from 0 to {vocab - 1}")
-        return np.array([row + [self.tokenizer.pad_token_id] * (length - len(row)) for row in found])
+        batch, length, vocab = self.data[rows], self.cfg.length, len(self.tokenizer)
+        targets, fill = batch.get("input_ids"), self.tokenizer.pad_token_id
+        sources = batch.get("condition_input_ids", [[]] * len(rows))
+        if "output" in batch:
+            sources, targets = (self.ids(batch[side]) if side in batch else sources for side in ("input", "output"))
+        if "output" in batch or self.cfg.source_length:
+            fill = self.tokenizer.eos_token_id
+        found = []
+        for number, source, target in zip(rows, sources, targets):
+            row = [-1 - i for i in source[:self.cfg.source_length]] + target
+            row = row[:length] if self.cfg.source_length else row
+            strange = [i for i in source + target if i not in range(vocab)]
+            if strange or not target or not source and self.cfg.source_length or len(row) > length:
+                raise UserError(f"--data={self.cfg.data}: example {number + 1} has {len(source)} and {len(target)} tokens, {strange[:3] or 'none'} of "
+                                f"them unknown; neither source nor target may be empty, and --length={length} is the most")
+            found.append(row + [fill] * (length - len(row)))
+        return np.array(found)
+
+    def ids(self, texts):
+        return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+def split(rows):
+    """(training, held-out): a twentieth of the rows, at least 3 and at most 1,024, are held out."""
+    n = min(max(len(rows) // 20, 3), 1024)
+    return rows[:-n], rows[-n:]
+
+def read_pairs(cfg, tokenizer, path, n):
+    """(rows (n, L) as they are stored, sources, targets) of n examples with a source: of a path, or held out from training."""
+    rows = Rows(open_data(path or cfg.data, pairs=True), cfg, tokenizer)
+    rows = (rows if path else split(rows)[1])[:n]
+    sides = (list(rows.data[name]) for name in rows.data.column_names)
+    inputs, texts = ([tokenizer.decode(text) if isinstance(text, list) else text for text in side] for side in sides)
+    return rows[range(len(rows))], inputs, texts
+
+def unpack(ids, tokenizer, cfg):
+    """Rows as they are stored (B, L) -> token ids, and which positions are a source's, count in the loss, and are seen."""
+    source, ids = ids < 0, torch.where(ids < 0, ~ids, ids)
+    if cfg.source_length == 0:
+        real = ids != tokenizer.pad_token_id
+        return ids, source, real, real
+    ended = ((ids == tokenizer.eos_token_id) & ~source).cumsum(1) > 0
+    return ids, source, ~source, ~ended
 
 def take(rows, which):
     """Rows of an array (N, L), by number, as a tensor of token ids (n, L)."""
@@ -369,10 +309,11 @@ def take(rows, which):
 
 def token_rows(data, cfg, tokenizer):
     """What open_data found as an array of token ids (N, L)."""
-    if "input_ids" not in data.column_names:
+    if "text" in data.column_names:
         flat = pack(data, cfg.data, tokenizer)
         return flat[:len(flat) // cfg.length * cfg.length].reshape(-1, cfg.length)
-    return Rows(data, cfg, tokenizer)
+    rows = Rows(data, cfg, tokenizer)
+    return rows[range(len(rows))] if len(rows) * cfg.length < 2 ** 23 else rows        # what is small is read, and checked, at once
 
 def fit(cfg, encoder):
     """cfg with the encoder's vocabulary, where it leaves that open. Raises UserError where the encoder doesn't fit."""
@@ -391,14 +332,11 @@ def fit(cfg, encoder):
 
 def measure_latents(cfg, encoder, rows):
     """cfg with the latents' mean and std over all real tokens of some rows, evenly spread over the data, about 65,536 in all."""
-    n, pad = max(2 ** 16 // cfg.length, 1), encoder.tokenizer.pad_token_id
-    ids = take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(encoder.model.device)
-    raw = dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0)
-    x = []
-    for part in ids.split(64):
-        part, source, _, real = unpack(part, encoder.tokenizer, cfg)
-        x.append(encoder.encode(part, raw, elf.who_sees(source, real, torch.zeros(len(part), dtype=torch.bool)))[real])
-    x = torch.cat(x)
+    n, raw, found = max(2 ** 16 // cfg.length, 1), dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0), []
+    for part in take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(encoder.model.device).split(64):
+        ids, source, _, real = unpack(part, encoder.tokenizer, cfg)
+        found.append(encoder.encode(ids, raw, elf.who_sees(source, real, torch.zeros_like(real[:, 0])))[real])
+    x = torch.cat(found)
     return dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
 
 def words_of(text):
@@ -416,7 +354,36 @@ def judge_text(texts, source):
     count = sum(map(len, words))
     return {"known_words": sum(word in known for sample in words for word in sample) / max(count, 1), "longest_copy": longest}
 
-# ------------------------------------------------------------------------------------------ the small encoder
+# ------------------------------------------------------------------------------------------ encoders
+
+def encoder_source(folder, cfg):
+    """Where a model's encoder is: in the folder that train.py wrote, or above it (for its step_N), or else where cfg says."""
+    for place in (folder, os.path.dirname(os.path.abspath(folder))):
+        if os.path.isdir(f"{place}/encoder"):
+            return f"{place}/encoder"
+    if cfg.encoder == "scratch":
+        raise UserError(f"{folder}/encoder is missing: put it back, or train again")
+    return cfg.encoder
+
+def load_tokenizer(source):
+    """The tokenizer of a folder or a Hub id. Where it has no end-of-sequence token, its separator ends a text."""
+    from transformers import AutoTokenizer
+    tokenizer = loaded("--encoder=", source, lambda: AutoTokenizer.from_pretrained(source))
+    tokenizer.eos_token = tokenizer.eos_token or tokenizer.sep_token
+    empty = len(tokenizer) < len(tokenizer.all_special_ids) + 3         # hardly more than control tokens: made up where there are no files
+    if empty or not tokenizer.is_fast or tokenizer.eos_token is None or tokenizer.pad_token is None:
+        raise UserError(f"--encoder={source}: no (fast) tokenizer in it, or one without a token for the end of a text or for padding")
+    return tokenizer
+
+def load_encoder(source, device="cpu", dtype="float32"):
+    """The frozen encoder of a folder or a Hub id, with its tokenizer: the encoder of a T5, or a BERT-like model."""
+    from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoModelForTextEncoding, logging
+    logging.disable_progress_bar()
+
+    def load():
+        known = type(AutoConfig.from_pretrained(source)) in MODEL_FOR_TEXT_ENCODING_MAPPING     # of a T5 the encoder alone
+        return (AutoModelForTextEncoding if known else AutoModel).from_pretrained(source, dtype=getattr(torch, dtype))
+    return elf.Encoder(loaded("--encoder=", source, load).to(device), load_tokenizer(source))
 
 def word_tokenizer(texts):
     """A tokenizer with one token per word of the texts."""
@@ -443,6 +410,11 @@ def byte_tokenizer(texts, vocab):
         vocab_size=vocab, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
+
+def make_tokenizer(data, cfg):
+    """A tokenizer for the texts of open_data: of words for our languages, else of up to cfg.vocab pieces, by default 4,096."""
+    texts = (text for row in data for name, text in row.items() if name != "end")
+    return word_tokenizer(texts) if cfg.data in LANGUAGES else byte_tokenizer(texts, cfg.vocab or 4096)
 
 def train_encoder(rows, tokenizer, cfg, share=0.3):
     """Trains a small T5 encoder on rows (N, L) of token ids to guess masked tokens from their context.

@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -31,7 +30,8 @@ from tqdm import tqdm
 import elf
 import tiny_config
 from elf import UserError, key
-from sample import accelerate, connect, generate, load_reference, measure, override, parse, plot_losses, run, seeded, to_text
+from sample import (Reference, Setting, accelerate, canvas, connect, generate, load_reference, measure, override, parse, run, seeded,
+                    to_text, until_end)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -54,23 +54,15 @@ class Options:
 def load_data(cfg, device, encoder=None):
     """(cfg with vocabulary and latents' mean and std filled in, encoder, training rows, held-out rows); rows are arrays of
     token ids (N, L). Without an encoder a small one is trained on the data."""
-    data, tokenizer = None if cfg.data in ("tiny", "tiny_pair") else tiny_config.open_data(cfg.data), encoder and encoder.tokenizer
+    data = tiny_config.open_data(cfg.data, cfg.source_length > 0)
     cfg = tiny_config.fit(cfg, encoder) if encoder else cfg
-    if cfg.data == "tiny":
-        tokenizer = tokenizer or tiny_config.word_tokenizer(tiny_config.training_stories())
-        train, heldout = tiny_config.story_rows(tokenizer, cfg.length)
-    elif cfg.data == "tiny_pair":
-        tokenizer = tokenizer or tiny_config.word_tokenizer(itertools.chain(*tiny_config.training_pairs()))
-        train, heldout = (tiny_config.pair_rows(t, tokenizer, cfg) for t in (tiny_config.training_pairs(), tiny_config.heldout_pairs()))
-    else:
-        if encoder is None and "input_ids" in data.column_names:
-            raise UserError(f"--data={cfg.data}: holds token ids; name the encoder that they are for, --encoder=...")
-        tokenizer = tokenizer or tiny_config.byte_tokenizer(tiny_config.texts(data), cfg.vocab)
-        rows = tiny_config.token_rows(data, cfg, tokenizer)
-        if len(rows) < 4:
-            raise UserError(f"--data={cfg.data}: {len(rows)} rows of --length={cfg.length} tokens are too few, it takes four")
-        n_heldout = min(max(len(rows) // 20, 3), 1024)
-        train, heldout = rows[:-n_heldout], rows[-n_heldout:]
+    if not encoder and "input_ids" in data.column_names:
+        raise UserError(f"--data={cfg.data}: holds token ids; name the encoder that they are for, --encoder=...")
+    tokenizer = encoder.tokenizer if encoder else tiny_config.make_tokenizer(data, cfg)
+    rows = tiny_config.token_rows(data, cfg, tokenizer)
+    if len(rows) < 4:
+        raise UserError(f"--data={cfg.data}: {len(rows)} rows of --length={cfg.length} tokens are too few, it takes four")
+    train, heldout = tiny_config.split(rows)
     if encoder is None:
         print("training a small encoder on the data, to be frozen ...", flush=True)
         encoder = elf.Encoder(tiny_config.train_encoder(train, tokenizer, cfg).to(device), tokenizer)
@@ -268,10 +260,12 @@ def evaluate(trainer, heldout, reference, last):
     draws = [elf.draw(cfg, len(part), seeded(cfg.seed, 4, i, device=trainer.device)) for i, part in enumerate(parts)]    # always the same
     _, mse, ce = torch.tensor([trainer.loss(model, *inputs) for inputs in zip(parts, draws)]).mean(0).tolist()
     n, steps = (256, cfg.sample_steps) if last else (32, 16)
-    rows = generate(model, n, cfg.seed, 32, steps=steps, sampler="sde", gamma=cfg.gamma, w=cfg.w)
+    how, numbers = Setting(steps=steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), list(range(min(n, len(reference.rows))))
+    rows = generate(model, how, cfg.seed, numbers, 32, trainer.encoder, reference.stored)
+    rows = [until_end(row, tokenizer.eos_token_id) for row in rows]
     texts = [to_text(tokenizer, row) for row in rows]
-    figures = {"heldout_mse": mse, "heldout_ce": ce} | measure(tokenizer, rows.tolist(), texts, reference)
-    tqdm.write(f"step {trainer.step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
+    figures = {"heldout_mse": mse, "heldout_ce": ce} | measure(texts, rows, reference)
+    tqdm.write(f"step {trainer.step}: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if not name.endswith("_se")))
     tqdm.write("\n".join(f"  | {line}" for text in texts[:2] for line in text.splitlines()))
     return {"step": trainer.step} | figures | {"samples": texts[:8]}
 
@@ -279,8 +273,8 @@ def run_training(trainer, heldout, folder, again, keep):
     """The training loop, from the trainer's step to the last one; `again` is the command that resumes it."""
     cfg, first, began, main = trainer.cfg, trainer.step, time.time(), trainer.rank == 0
     log_every, eval_every = min(max(cfg.steps // 50, 1), 100), cfg.eval_every or min(max(cfg.steps // 10, 1), 1000)
-    reference = load_reference(cfg, trainer.encoder.tokenizer, "", 256) or (
-        [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
+    reference = load_reference(cfg, trainer.encoder.tokenizer) or Reference(
+        [], [row[row != trainer.pad].tolist() for row in tiny_config.take(heldout, range(min(len(heldout), 256)))], lambda texts: {})
     todo = batches(trainer.rows, cfg, first, trainer.rank, trainer.world, trainer.device.type == "cuda")
     bar = tqdm(todo, total=cfg.steps, initial=first, disable=None if main else True, unit="step")       # a bar on terminals only
     with interrupts() as seen:
@@ -312,6 +306,16 @@ def run_training(trainer, heldout, folder, again, keep):
         trainer.write_log(folder)                                   # again, where a whole run is resumed
         plot_losses(trainer.log, f"{folder}/loss.png")
         print(f"done; {folder}/ holds the model, loss.png, samples.txt and metrics.jsonl. Now: python sample.py --model={folder}")
+
+def plot_losses(entries, path):
+    """The losses of a training run over its steps as a picture; entries: the lines of metrics.jsonl, as dicts."""
+    figure, axes = canvas(9, 3.2, columns=2)
+    for axis, name, title in zip(axes, ("mse", "ce"), ("velocity MSE (denoise)", "cross-entropy (decode)")):
+        for series, label in ((name, "training"), (f"heldout_{name}", "held out, averaged weights")):
+            axis.plot(*zip(*[(e["step"], e[series]) for e in entries if series in e]), label=label, lw=1.2)
+        axis.set(title=title, xlabel="step", yscale="log")
+        axis.legend()
+    figure.savefig(path, dpi=110)
 
 @contextlib.contextmanager
 def interrupts():
@@ -363,8 +367,8 @@ def main(argv):
     rank, world, device = connect(options.device)
     if rank == 0:                                       # the others wait until the data is tokenised and the encoder trained
         cfg, folder, again = settings(options, given)
-        source = elf.encoder_source(folder, cfg) if options.resume else cfg.encoder
-        encoder = None if source == "scratch" else elf.load_encoder(source, device, cfg.encoder_dtype)
+        source = tiny_config.encoder_source(folder, cfg) if options.resume else cfg.encoder
+        encoder = None if source == "scratch" else tiny_config.load_encoder(source, device, cfg.encoder_dtype)
         cfg, encoder, rows, heldout = load_data(cfg, device, encoder)
         cfg = dataclasses.replace(cfg, steps=cfg.steps or max(round(cfg.epochs * len(rows) / cfg.batch), 1))
     if world > 1:
