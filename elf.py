@@ -45,6 +45,8 @@ def check(settings):
         value, limits = getattr(settings, f.name), f.metadata
         if type(value) not in ((int, float) if f.type is float else (f.type,)):
             raise UserError(f"{f.name}={value}: must be of type {f.type.__name__}")
+        if isinstance(value, (int, float)) and not abs(value) < 1e9:            # which nan and inf are not
+            raise UserError(f"{f.name}={value}: must be a number below 1e9")
         for limit, holds in rules.items():
             if limit in limits and not holds(value, limits[limit]):
                 raise UserError(f"{f.name}={value}: must be {limit.replace('_', ' ')} {limits[limit]}")

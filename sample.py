@@ -32,13 +32,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 import elf
 import tiny_config
-from elf import UserError, key, loaded, one_line
+from elf import UserError, check, key, loaded, one_line
 
 @dataclass(frozen=True)
 class Options:
     """Keys, their defaults and meanings."""
     model: str = key("", "a folder that train.py wrote, or released weights: checkpoint_<step>, a folder with one, or a Hub id")
-    config: str = key("", "preset for what released weights don't tell, such as the length (empty: by the Hub id, or owt_b)")
+    config: str = key("", "preset for what released weights don't tell, such as the length (empty: by the Hub id, or owt_b)",
+                      one_of=("", *tiny_config.PRESETS))
     encoder: str = key("", "folder or Hub id of the encoder, or of its tokenizer where there is no source (empty: the model's)")
     n: int = key(8, "how many texts", at_least=1)
     seed: int = key(0, "the same seed gives the same texts", at_least=0)
@@ -57,6 +58,7 @@ class Options:
     device: str = key("auto", "cpu, cuda, mps, or auto for the best there is")
     dtype: str = key("float32", "precision of the network's blocks: float32 or bfloat16", one_of=("float32", "bfloat16"))
     compile: bool = key(False, "torch.compile: slow to start, then faster")
+    __post_init__ = check
 
 @dataclass(frozen=True)
 class Setting:
@@ -68,6 +70,7 @@ class Setting:
     cfg: float = key(1.0, "guidance scale of the source, where there is one; 1 is none", at_least=0)
     grid: str = key("logit_normal", "the steps' times", one_of=("logit_normal", "uniform", "quantile"))
     sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back", one_of=("paper", "released"))
+    __post_init__ = check
 
 # ------------------------------------------------------------------------------------------ command line
 
@@ -75,39 +78,35 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (--help lists every key)")
 
+def reader(kind, several):
+    """How argparse reads a value of a kind (int, float, bool or str), or a comma list of several."""
+    def read(text):
+        one = json.loads if kind is bool else kind
+        text = "0" if kind is float and text == "auto" else text.lower() if kind is bool else text
+        return [one(part) for part in text.split(",")] if several else one(text)
+    read.__name__ = {int: "whole number", float: "number", bool: "true or false"}.get(kind, "text")       # for its messages
+    return read
+
 def parse(argv, about, *groups):
-    """`--key=value` arguments as a dict of texts. On --help prints all keys of the dataclasses and leaves."""
+    """The keys that `--key=value` arguments give, fields of the dataclasses. On --help prints all of them and leaves."""
     parser = Parser(description=about, usage="%(prog)s --key=value ...", allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for group in groups:
         part = parser.add_argument_group(group.__doc__)
         for f in dataclasses.fields(group):
-            flag = {"nargs": "?", "const": "true"} if f.type is bool else {}
-            part.add_argument(f"--{f.name}", metavar=f"{getattr(group, f.name)}", help=f.metadata["help"].replace("%", "%%"), **flag)
+            flag = {"nargs": "?", "const": True} if f.type is bool else {}
+            part.add_argument(f"--{f.name}", type=reader(f.type, isinstance(group, Setting)), metavar=str(getattr(group, f.name)),
+                              help=f.metadata["help"].replace("%", "%%"), **flag)
     given, unknown = parser.parse_known_args(argv)
-    for arg in unknown:
+    if unknown:
         names = [f.name for group in groups for f in dataclasses.fields(group)]
-        raise UserError(f"unknown key {arg}: {nearest(arg.partition('=')[0].strip('-'), names)} (--help lists every key)")
+        raise UserError(f"unknown key {unknown[0]}: {nearest(unknown[0].partition('=')[0].strip('-'), names)} (--help lists every key)")
     return vars(given)
 
 def nearest(name, names):
     """What to say of an unknown name."""
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
-
-def override(cfg, values):
-    """A copy of a Config, or of another dataclass of settings, with new values, given as texts by name."""
-    kinds, new = {f.name: f.type for f in dataclasses.fields(cfg)}, {}
-    for name, text in values.items():
-        if name not in kinds:
-            raise UserError(f"unknown key {name}: {nearest(name, kinds)}")
-        try:
-            new[name] = {"true": True, "false": False}[text] if kinds[name] is bool else kinds[name](text)
-        except (ValueError, KeyError):
-            raise UserError(f"{name}={text}: takes {'true or false' if kinds[name] is bool else 'a number'}") from None
-    changed = replace(cfg, **new)
-    elf.check(changed)
-    return changed
 
 def run(main, argv):
     """Runs a program: what the user or the machine got wrong ends as one line, with exit code 2 or 1."""
@@ -395,8 +394,8 @@ def plot_sweep(lines, path):
 def settings(given, cfg):
     """The settings to sample a model with: every combination of the comma lists given, each once; the rest as its Config says."""
     base, found = Setting(steps=cfg.sample_steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), {}
-    for values in itertools.product(*(text.split(",") for text in given.values())):
-        setting = override(base, dict(zip(given, values)))
+    for values in itertools.product(*given.values()):
+        setting = replace(base, **dict(zip(given, values)))
         if setting.sampler == "ode" or setting.gamma == 0 or setting.steps == 1:        # nothing puts noise back: all the same
             setting = replace(setting, sampler="ode", gamma=0.0, sde_start="paper")
         found[setting if cfg.source_length else replace(setting, cfg=1.0)] = None
@@ -429,19 +428,14 @@ def read_samples(path):
 
 def check_files(options):
     """Refuses what cannot be written, before any work."""
-    paths = [os.path.abspath(path) for path in (options.out, options.json, options.plot, options.data, options.input_file) if path]
-    if len(set(paths)) < len(paths):
-        raise UserError("--out, --json, --plot, --data and --input_file must be different files")
     for name in ("out", "json", "plot"):
         path = getattr(options, name)
         if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
             raise UserError(f"--{name}={path}: no file can be written there")
+        if path and os.path.exists(path) and path in (options.data, options.input_file, options.eval_file):
+            raise UserError(f"--{name}={path}: would overwrite what is to be read")
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
-    if not options.model and not options.eval_file:
-        raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
-    if options.config and options.config not in tiny_config.PRESETS:
-        raise UserError(f"--config={options.config}: no such preset; {nearest(options.config, tiny_config.PRESETS)}")
 
 def measure_file(options, device):
     """The row of the table for texts made elsewhere: by a judge, by their targets, or by what a model knows of its data."""
@@ -482,8 +476,10 @@ def sample_all(model, way, seed, n, options, encoder, stored, rank, world):
 
 def main(argv):
     given = parse(argv, __doc__, Options(), Setting())
-    options = override(Options(), {name: given.pop(name) for name in vars(Options()) if name in given})
+    options = Options(**{name: given.pop(name) for name in vars(Options()) if name in given})
     check_files(options)
+    if not options.model and not options.eval_file:
+        raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
     rank, world, device = connect(options.device)
     if options.eval_file:
         return report([measure_file(options, device)], options)

@@ -30,14 +30,14 @@ from tqdm import tqdm
 import elf
 import tiny_config
 from elf import UserError, key
-from sample import (Reference, Setting, accelerate, canvas, connect, generate, load_reference, measure, override, parse, run, seeded,
+from sample import (Reference, Setting, accelerate, canvas, connect, generate, load_reference, measure, parse, run, seeded,
                     to_text, until_end)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Keys of a run, their defaults and meanings."""
     config: str = key("", f"preset: {', '.join(tiny_config.PRESETS)}; every key of the second list changes one value of it",
-                      one_of=tuple(tiny_config.PRESETS))
+                      one_of=("", *tiny_config.PRESETS))
     out_dir: str = key("", "folder to write to (empty: out/ and the preset's name)")
     resume: bool = key(False, "go on with the run in out_dir, with exactly the weights it would have had")
     init: str = key("", "start from these weights: whatever sample.py takes as --model")
@@ -48,6 +48,7 @@ class Options:
     dtype: str = key("auto", "precision of the network's blocks: float32, bfloat16, or auto", one_of=("auto", "float32", "bfloat16"))
     compile: bool = key(False, "torch.compile: slow to start, then faster")
     checkpoint_activations: bool = key(False, "compute activations twice instead of keeping them: less memory, a third more work")
+    __post_init__ = elf.check
 
 # ------------------------------------------------------------------------------------------ data
 
@@ -332,6 +333,8 @@ def interrupts():
 
 def settings(options, changes):
     """(Config of the run, its folder, the command that resumes it) from the command line."""
+    if not options.config:
+        raise UserError(f"--config=NAME is missing: one of {', '.join(tiny_config.PRESETS)}")
     folder = options.out_dir or f"out/{options.config}"
     processes, same = os.environ.get("LOCAL_WORLD_SIZE"), dataclasses.replace(options, out_dir=folder, resume=True, init="", dry_run=False)
     keys = [f"--{name}={value}".removesuffix("=True") for name, value in vars(same).items() if value != getattr(Options, name)]
@@ -340,9 +343,9 @@ def settings(options, changes):
         if not options.dry_run and (os.path.isfile(folder) or os.path.isdir(folder) and os.listdir(folder)):
             raise UserError(f"{folder} exists and is not overwritten: go on with that run ({again}), or choose another --out_dir")
         os.makedirs(os.path.dirname(os.path.abspath(folder)), exist_ok=True)
-        return override(tiny_config.PRESETS[options.config], changes), folder, again
+        return dataclasses.replace(tiny_config.PRESETS[options.config], **changes), folder, again
     saved = elf.load_config(folder)
-    cfg = override(saved, changes)
+    cfg = dataclasses.replace(saved, **changes)
     for name, value in dataclasses.asdict(cfg).items():
         filled_in = value == 0 and name in ("vocab", "steps", "latent_std") or name == "vocab" and cfg.encoder == "scratch"
         if value != getattr(saved, name) and not filled_in and name not in ("data", "encoder"):     # these may have moved
@@ -363,7 +366,7 @@ def start_folder(folder, trainer):
 
 def main(argv):
     given = parse(argv, __doc__, Options(), elf.Config())
-    options = override(Options(), {name: given.pop(name) for name in vars(Options()) if name in given})
+    options = Options(**{name: given.pop(name) for name in vars(Options()) if name in given})
     rank, world, device = connect(options.device)
     if rank == 0:                                       # the others wait until the data is tokenised and the encoder trained
         cfg, folder, again = settings(options, given)
