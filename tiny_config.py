@@ -30,10 +30,12 @@ TINY = Config(
     data="tiny", encoder="scratch", encoder_steps=1500, encoder_lr=0.005, encoder_warmup=0.0135, vocab=0, length=25,
     latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
     batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0)
-PRESETS = elf.PRESETS | {"tiny": TINY, "tiny_text": dataclasses.replace(
-    TINY, data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
-    encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=4096, length=64), "tiny_pair": dataclasses.replace(
-    TINY, data="tiny_pair", length=24, source_length=11, hidden=128, heads=4, steps=900, sample_steps=16, gamma=0.0, w=1.0)}
+TINY_PAIR = dataclasses.replace(
+    TINY, data="tiny_pair", encoder_steps=3000, length=24, source_length=11, hidden=128, heads=4, steps=800, sample_steps=16, gamma=0.0, w=1.0)
+PRESETS = elf.PRESETS | {"tiny": TINY, "tiny_pair": TINY_PAIR, "tiny_pair_noisy": dataclasses.replace(TINY_PAIR, data="tiny_pair_noisy"),
+    "tiny_text": dataclasses.replace(
+        TINY, data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=4096, length=64)}
 
 # ------------------------------------------------------------------------------------------ the stories
 # A story: someone meets with a mishap, suffers it, and undoes it.
@@ -115,12 +117,18 @@ def pair(when, who, many, like, does, how_many, which, what, where):
     target = f"the {LIKE[like]} {people if many else person} {verb} {article} {WHICH[which]} {meaning[not one]} {WHERE[where]} {WHEN[when]}"
     return source.strip(), target
 
-LANGUAGES = {"tiny": (story, SLOTS), "tiny_pair": (pair, PAIR_SLOTS)}
+def noisy_pair(*slots, rng=random.Random(3)):
+    """A translation with a source that is wrong in places: each slot is another one in 1 of 10 cases. No source is quite sure."""
+    wrong = [rng.choice(options) if rng.random() < 0.1 else chosen for options, chosen in zip(PAIR_SLOTS, slots)]
+    return pair(*wrong)[0], pair(*slots)[1]
+
+LANGUAGES = {"tiny": (story, story, SLOTS), "tiny_pair": (pair, pair, PAIR_SLOTS),      # to train, to measure by
+             "tiny_pair_noisy": (noisy_pair, pair, PAIR_SLOTS)}
 
 @functools.cache
 def made(name, heldout=False):
     """40,000 different stories or pairs of a language, 2 % or 1 % of it, drawn evenly; or 1,024 others, held out. A dict's keys."""
-    make, slots = LANGUAGES[name]
+    make, slots = LANGUAGES[name][heldout], LANGUAGES[name][2]
     rng, found, avoid = random.Random(2 if heldout else 1), {}, made(name) if heldout else ()
     while len(found) < (1024 if heldout else 40_000):
         new = make(*(rng.choice(slot) for slot in slots))
