@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from torch.nn.utils.rnn import pad_sequence
 
 import elf
 import tiny_config
@@ -243,18 +242,19 @@ class Judge:
         return [self.tokenizer.encode(text, add_special_tokens=False)[:longest] for text in texts]
 
     @torch.no_grad()
-    def perplexity(self, rows, batch=8):
-        """exp(mean nats of a token) over rows of tokens, the first of each unscored, and its standard error over the rows."""
-        nats, scored, device = [], [], self.model.device
-        for first in range(0, len(rows), batch):
-            some = [torch.tensor(row) for row in rows[first:first + batch] if row]
-            if some:
-                ids = pad_sequence(some, batch_first=True).to(device)                               # (B, longest), zeros behind
-                real = pad_sequence([torch.ones_like(row) for row in some], batch_first=True).to(device)
-                logits = self.model(input_ids=ids, attention_mask=real).logits[:, :-1]
-                losses = F.cross_entropy(logits.mT, ids[:, 1:], reduction="none") * real[:, 1:]     # (B, longest - 1)
-                nats, scored = nats + losses.double().sum(1).tolist(), scored + [len(row) - 1 for row in some]
-        if sum(scored) == 0:
+    def perplexity(self, rows):
+        """exp(mean nats of a token) over rows of tokens, the first of each unscored, and its standard error over the rows.
+
+        Each goes through the judge alone and whole: no padding and no batch that the value could depend on.
+        """
+        nats, scored = [], []
+        for row in rows:
+            if len(row) > 1:
+                ids = torch.tensor([row], device=self.model.device)                     # (1, L)
+                logits = self.model(input_ids=ids).logits[0, :-1]                       # (L - 1, V)
+                nats.append(F.cross_entropy(logits, ids[0, 1:], reduction="sum").item())
+                scored.append(len(row) - 1)
+        if not scored:
             return {}
         mean = sum(nats) / sum(scored)
         spread = error([loss - mean * n for loss, n in zip(nats, scored)]) / np.mean(scored)        # of the mean: a ratio's, linearised
@@ -313,7 +313,7 @@ def measure(texts, rows, reference=None, judge=None):
     for name, values in found.items():
         out |= {name: float(np.mean(values or 0.0)), f"{name}_se": error(values)} if isinstance(values, list) else {name: values}
     if judge and out["length"] >= 512:                  # as long as the paper's samples
-        poor = out["entropy"] < 5 or out["gen_ppl"] > 300
+        poor = out["entropy"] < 5 or out.get("gen_ppl", 0) > 300
     else:
         poor = pooled < out.get("data_entropy_pooled", 0) - 0.5
     return out | ({"degenerate": True} if poor else {})
