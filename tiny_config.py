@@ -299,7 +299,7 @@ def read_pairs(cfg, tokenizer, path, n):
     rows = Rows(open_data(path or cfg.data, pairs=True), cfg, tokenizer)
     rows = (rows if path else split(rows)[1])[:n]
     sides = (list(rows.data[name]) for name in rows.data.column_names)
-    inputs, texts = ([tokenizer.decode(text) if isinstance(text, list) else text for text in side] for side in sides)
+    inputs, texts = ([tokenizer.decode(a, skip_special_tokens=True) if isinstance(a, list) else a for a in side] for side in sides)
     return rows[range(len(rows))], inputs, texts
 
 def unpack(ids, tokenizer, cfg):
