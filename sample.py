@@ -290,7 +290,7 @@ def load_reference(cfg, tokenizer, path="", n=256, evaluate=False):
     path = path or tiny_config.local_path(cfg.data)
     if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
         return None
-    text = "".join(itertools.islice(tiny_config.texts(tiny_config.open_data(path)), 20))
+    text = "".join(row["text"] for row in tiny_config.open_data(path).take(20))
     ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     rows = rows[::max(len(rows) // n, 1)][:n]

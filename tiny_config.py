@@ -10,7 +10,6 @@ import functools
 import glob
 import hashlib
 import http.client
-import itertools
 import os
 import random
 import re
@@ -150,20 +149,17 @@ def local_path(path):
         return path
     return os.path.join("data", hashlib.sha256(path.encode()).hexdigest()[:8] + "_" + os.path.basename(path))
 
-def fetch(address, path):
-    try:
-        with urllib.request.urlopen(address, timeout=30) as reply:
-            body = reply.read()
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise UserError(f"--data={address} cannot be fetched ({error}); pass a text file of your own: --data=FILE") from None
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    write_safely(path, lambda name: Path(name).write_bytes(body))
-
 def find_files(source):
     """The files that --data names, by a path, a pattern like data/*.txt, a folder of .txt, or an http address, which is fetched once."""
     path = local_path(source)
     if path != source and not os.path.isfile(path):
-        fetch(source, path)
+        try:
+            with urllib.request.urlopen(source, timeout=30) as reply:
+                body = reply.read()
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise UserError(f"--data={source} cannot be fetched ({error}); pass a text file of your own: --data=FILE") from None
+        os.makedirs("data", exist_ok=True)
+        write_safely(path, lambda name: Path(name).write_bytes(body))
     pattern = f"{path}/**/*.txt" if os.path.isdir(path) else path
     return [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(pattern, recursive=True)))
 
@@ -233,29 +229,6 @@ def open_folder(source):
     top = min(tops, key=lambda top: (len(top.parts), top.name != "train", top), default=None)
     return datasets.load_from_disk(top) if top else datasets.load_dataset(str(source))
 
-def pack(data, source, tokenizer):
-    """The tokens of open_data as one flat array in a file, an EOS behind each document; made once for each content and tokenizer."""
-    eos, dtype = tokenizer.eos_token_id, np.uint16 if len(tokenizer) <= 2 ** 16 else np.uint32
-    content = hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()} {eos} {data.column_names}".encode())
-    if files := find_files(source):
-        for file in files:
-            with open(file, "rb") as opened:
-                content.update(hashlib.file_digest(opened, "sha256").digest())
-    else:
-        content.update(data._fingerprint.encode())
-    path = f"data/{content.hexdigest()[:16]}.tokens"
-    if not os.path.isfile(path):
-        print(f"tokenising {source} into {path} ...", flush=True)
-        os.makedirs("data", exist_ok=True)
-        with tempfile.TemporaryDirectory(dir="data") as folder:
-            with open(f"{folder}/tokens", "wb") as file:
-                for batch in data.iter(16):
-                    rows = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True)["input_ids"]   # "</s>" is text
-                    for row, end in zip(rows, batch.get("end", itertools.repeat(True))):
-                        np.array(row + [eos] * end, dtype).tofile(file)
-            os.replace(f"{folder}/tokens", path)
-    return np.memmap(path, dtype, "r")
-
 class Rows:
     """Ready-made rows as an array (N, L) of token ids, filled up with PAD; or of a source's, as ~id, a target's, and EOS."""
 
@@ -311,17 +284,35 @@ def unpack(ids, tokenizer, cfg):
     ended = ((ids == tokenizer.eos_token_id) & ~source).cumsum(1) > 0
     return ids, source, ~source, ~ended
 
+def token_rows(data, cfg, tokenizer):
+    """What open_data found as an array of token ids (N, L); texts by way of a flat file, made once for each content and tokenizer."""
+    if "text" not in data.column_names:
+        rows = Rows(data, cfg, tokenizer)
+        return rows[range(len(rows))] if len(rows) * cfg.length < 2 ** 23 else rows         # what is small is read, and checked, at once
+    eos, dtype = tokenizer.eos_token_id, np.uint16 if len(tokenizer) <= 2 ** 16 else np.uint32
+    content = hashlib.sha256(f"{tokenizer.backend_tokenizer.to_str()} {eos} {data.column_names}".encode())
+    for file in (files := find_files(cfg.data)):
+        with open(file, "rb") as opened:
+            content.update(hashlib.file_digest(opened, "sha256").digest())
+    if not files:
+        content.update(data._fingerprint.encode())
+    path = f"data/{content.hexdigest()[:16]}.tokens"
+    if not os.path.isfile(path):
+        print(f"tokenising {cfg.data} into {path} ...", flush=True)
+        os.makedirs("data", exist_ok=True)
+        with tempfile.TemporaryDirectory(dir="data") as folder:
+            with open(f"{folder}/tokens", "wb") as file:
+                for batch in data.iter(16):
+                    rows = tokenizer(batch["text"], add_special_tokens=False, split_special_tokens=True)["input_ids"]   # "</s>" is text
+                    for row, end in zip(rows, batch.get("end", [True] * len(rows))):
+                        np.array(row + [eos] * end, dtype).tofile(file)
+            os.replace(f"{folder}/tokens", path)
+    flat = np.memmap(path, dtype, "r")
+    return flat[:len(flat) // cfg.length * cfg.length].reshape(-1, cfg.length)
+
 def take(rows, which):
     """Rows of an array (N, L), by number, as a tensor of token ids (n, L)."""
     return torch.from_numpy(np.asarray(rows[np.asarray(which)]).astype(np.int64))
-
-def token_rows(data, cfg, tokenizer):
-    """What open_data found as an array of token ids (N, L)."""
-    if "text" in data.column_names:
-        flat = pack(data, cfg.data, tokenizer)
-        return flat[:len(flat) // cfg.length * cfg.length].reshape(-1, cfg.length)
-    rows = Rows(data, cfg, tokenizer)
-    return rows[range(len(rows))] if len(rows) * cfg.length < 2 ** 23 else rows        # what is small is read, and checked, at once
 
 def fit(cfg, encoder):
     """cfg with the encoder's vocabulary, where it leaves that open. Raises UserError where the encoder doesn't fit."""
@@ -353,14 +344,13 @@ def words_of(text):
 
 def judge_text(texts, source):
     """Share of the words that occur in the source text, and the longest run of words copied from it."""
-    known, flat = set(words_of(source)), f" {' '.join(words_of(source))} "
-    words, longest = [words_of(text) for text in texts], 0
-    for sample in words:
-        for first in range(len(sample)):
-            while first + longest < len(sample) and f" {' '.join(sample[first:first + longest + 1])} " in flat:
-                longest += 1
-    count = sum(map(len, words))
-    return {"known_words": sum(word in known for sample in words for word in sample) / max(count, 1), "longest_copy": longest}
+    flat, longest, known = f" {' '.join(words_of(source))} ", 0, []
+    vocabulary = set(flat.split())
+    for sample in map(words_of, texts):
+        known += [word in vocabulary for word in sample]
+        while any(f" {' '.join(sample[i:i + longest + 1])} " in flat for i in range(len(sample) - longest)):
+            longest += 1
+    return {"known_words": sum(known) / max(len(known), 1), "longest_copy": longest}
 
 # ------------------------------------------------------------------------------------------ encoders
 
@@ -450,6 +440,5 @@ def train_encoder(rows, tokenizer, cfg, share=0.3):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    last = losses[-50:]
-    print(f"encoder: cross-entropy {losses[0]:.2f} at first, {sum(last) / len(last):.2f} in the end, on masked tokens", flush=True)
+    print(f"encoder: cross-entropy {losses[0]:.2f} at first, {np.mean(losses[-50:]):.2f} in the end, on masked tokens", flush=True)
     return encoder
