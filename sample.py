@@ -285,7 +285,7 @@ def load_reference(cfg, tokenizer, path="", n=256, evaluate=False):
         return Reference(texts, rows, lambda found: {"exact": [float(a == b) for a, b in zip(found, texts)]}
                          | (compare(found, texts) if evaluate else {}), stored, inputs)
     if cfg.data == "tiny":
-        texts = tiny_config.heldout_stories()[:n]
+        texts = list(tiny_config.made("tiny", heldout=True))[:n]
         return Reference(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], tiny_config.judge_stories)
     path = path or tiny_config.local_path(cfg.data)
     if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
