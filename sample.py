@@ -114,7 +114,7 @@ def run(main, argv):
         main(argv)
     except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
         hint = "; try a smaller --micro_batch (or --batch)" if isinstance(fault, torch.OutOfMemoryError) else ""
-        print(f"error: {one_line(fault) or 'stopped'}{hint}", file=sys.stderr)
+        print(f"error: {one_line(fault, 3000) or 'stopped'}{hint}", file=sys.stderr)
         raise SystemExit(2 if isinstance(fault, UserError) else 1) from None
 
 def connect(name):
