@@ -115,7 +115,7 @@ def run(main, argv):
     except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
         hint = "; try a smaller --micro_batch (or --batch)" if isinstance(fault, torch.OutOfMemoryError) else ""
         print(f"error: {one_line(fault, 3000) or 'stopped'}{hint}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(fault, UserError) else 1) from None
+        raise SystemExit(2 if isinstance(fault, (UserError, FileExistsError, NotADirectoryError, PermissionError)) else 1) from None
 
 def connect(name):
     """(rank, number of processes, device): where torchrun started several, each has its own GPU and hears the others."""
