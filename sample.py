@@ -123,9 +123,11 @@ def connect(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and name == "cuda" else name).device
+        zero = torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and name == "cuda" else name)
+        zero.item()                                                     # which fails where there are no numbers: meta
     except (RuntimeError, AssertionError) as fault:
         raise UserError(f"--device={name}: takes cpu, cuda, mps or auto, if the machine has it ({one_line(fault, 100)})") from None
+    device = zero.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:                                                       # the others wait while the first tokenises: hours
