@@ -430,12 +430,14 @@ def read_samples(path):
 
 def check_files(options):
     """Refuses what cannot be written, before any work."""
+    taken = [os.path.abspath(path) for path in (options.data, options.input_file, options.eval_file) if path]
     for name in ("out", "json", "plot"):
         path = getattr(options, name)
         if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
             raise UserError(f"--{name}={path}: no file can be written there")
-        if path and os.path.exists(path) and path in (options.data, options.input_file, options.eval_file):
-            raise UserError(f"--{name}={path}: would overwrite what is to be read")
+        if path and os.path.abspath(path) in taken:
+            raise UserError(f"--{name}={path}: what is read and what is written must be different files")
+        taken.append(os.path.abspath(path))
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
 
