@@ -499,6 +499,9 @@ def main(argv):
         raise UserError("--prompt and --input_file are for a model with a source; this one has none")
     if (inputs or options.out or options.trace) and len(ways) * options.seeds > 1:
         raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
+    one_text = options.trace or options.plot and len(ways) * options.seeds == 1
+    if one_text and (options.out or options.json):
+        raise UserError("--trace, and --plot of one setting, show one text; --out and --json write many: use one or the other")
     if inputs:
         ids = tokenizer(inputs, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         rows = [[-1 - i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
@@ -506,7 +509,7 @@ def main(argv):
     else:
         reference = load_reference(cfg, tokenizer, options.data, options.n, options.eval)
     stored = reference and reference.stored
-    if options.trace or options.plot and len(ways) * options.seeds == 1:
+    if one_text:
         lines = list(trace(model, tokenizer, options.seed, ways[0], encoder, stored))
         print_trace(lines)
         return plot_trace(lines, options.plot) if options.plot else None
