@@ -287,12 +287,16 @@ def load_reference(cfg, tokenizer, path="", n=256, evaluate=False):
         return Reference(texts, rows, lambda found: {"exact": [float(a == b) for a, b in zip(found, texts)]}
                          | (compare(found, texts) if evaluate else {}), stored, inputs)
     if cfg.data == "tiny":
+        if path:
+            raise UserError(f"--data={path}: is for models of text or with a source; a model of the tiny language is judged by its rules")
         texts = list(tiny_config.made("tiny", heldout=True))[:n]
         return Reference(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], tiny_config.judge_stories)
-    path = path or tiny_config.local_path(cfg.data)
-    if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
+    file = path or tiny_config.local_path(cfg.data)
+    if not os.path.isfile(file) or Path(file).suffix in tiny_config.TABLES:
+        if path:
+            raise UserError(f"--data={path}: no such file, or no text file")
         return None
-    text = "".join(row["text"] for row in itertools.islice(tiny_config.open_data(path), 20))
+    text = "".join(row["text"] for row in itertools.islice(tiny_config.open_data(file), 20))
     ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     rows = rows[::max(len(rows) // n, 1)][:n]
