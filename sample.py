@@ -113,8 +113,8 @@ def run(main, argv):
         main(argv)
     except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
         hint = "; try a smaller --micro_batch (or --batch)" if isinstance(fault, torch.OutOfMemoryError) else ""
-        print(f"error: {one_line(fault) or 'stopped'}{hint}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(fault, UserError) else 1) from None
+        print(f"error: {one_line(fault, 3000) or 'stopped'}{hint}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(fault, (UserError, FileExistsError, NotADirectoryError, PermissionError)) else 1) from None
 
 def connect(name):
     """(rank, number of processes, device): where torchrun started several, each has its own GPU and hears the others."""
@@ -122,9 +122,11 @@ def connect(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        device = torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and name == "cuda" else name).device
+        zero = torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and name == "cuda" else name)
+        zero.item()                                                     # which fails where there are no numbers: meta
     except (RuntimeError, AssertionError) as fault:
         raise UserError(f"--device={name}: takes cpu, cuda, mps or auto, if the machine has it ({one_line(fault, 100)})") from None
+    device = zero.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:                                                       # the others wait while the first tokenises: hours
@@ -285,12 +287,16 @@ def load_reference(cfg, tokenizer, path="", n=256, evaluate=False):
         return Reference(texts, rows, lambda found: {"exact": [float(a == b) for a, b in zip(found, texts)]}
                          | (compare(found, texts) if evaluate else {}), stored, inputs)
     if cfg.data == "tiny":
+        if path:
+            raise UserError(f"--data={path}: is for models of text or with a source; a model of the tiny language is judged by its rules")
         texts = list(tiny_config.made("tiny", heldout=True))[:n]
         return Reference(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], tiny_config.judge_stories)
-    path = path or tiny_config.local_path(cfg.data)
-    if not os.path.isfile(path) or Path(path).suffix in tiny_config.TABLES:
+    file = path or tiny_config.local_path(cfg.data)
+    if not os.path.isfile(file) or Path(file).suffix in tiny_config.TABLES:
+        if path:
+            raise UserError(f"--data={path}: no such file, or no text file")
         return None
-    text = "".join(row["text"] for row in tiny_config.open_data(path).take(20))
+    text = "".join(row["text"] for row in tiny_config.open_data(file).take(20))
     ids = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     rows = [ids[i:i + cfg.length] for i in range(0, len(ids) - cfg.length + 1, cfg.length)]
     rows = rows[::max(len(rows) // n, 1)][:n]
@@ -428,12 +434,14 @@ def read_samples(path):
 
 def check_files(options):
     """Refuses what cannot be written, before any work."""
+    taken = [os.path.abspath(path) for path in (options.data, options.input_file, options.eval_file) if path]
     for name in ("out", "json", "plot"):
         path = getattr(options, name)
         if path and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
             raise UserError(f"--{name}={path}: no file can be written there")
-        if path and os.path.exists(path) and path in (options.data, options.input_file, options.eval_file):
-            raise UserError(f"--{name}={path}: would overwrite what is to be read")
+        if path and os.path.abspath(path) in taken:
+            raise UserError(f"--{name}={path}: what is read and what is written must be different files")
+        taken.append(os.path.abspath(path))
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
 
@@ -495,6 +503,9 @@ def main(argv):
         raise UserError("--prompt and --input_file are for a model with a source; this one has none")
     if (inputs or options.out or options.trace) and len(ways) * options.seeds > 1:
         raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
+    one_text = options.trace or options.plot and len(ways) * options.seeds == 1
+    if one_text and (options.out or options.json):
+        raise UserError("--trace, and --plot of one setting, show one text; --out and --json write many: use one or the other")
     if inputs:
         ids = tokenizer(inputs, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         rows = [[-1 - i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
@@ -502,7 +513,7 @@ def main(argv):
     else:
         reference = load_reference(cfg, tokenizer, options.data, options.n, options.eval)
     stored = reference and reference.stored
-    if options.trace or options.plot and len(ways) * options.seeds == 1:
+    if one_text:
         lines = list(trace(model, tokenizer, options.seed, ways[0], encoder, stored))
         print_trace(lines)
         return plot_trace(lines, options.plot) if options.plot else None
