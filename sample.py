@@ -122,11 +122,9 @@ def connect(name):
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        zero = torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and name == "cuda" else name)
-        zero.item()                                                     # which fails where there are no numbers: meta
+        device = torch.zeros(1, device=f"cuda:{os.environ['LOCAL_RANK']}" if world > 1 and name == "cuda" else name).device
     except (RuntimeError, AssertionError) as fault:
         raise UserError(f"--device={name}: takes cpu, cuda, mps or auto, if the machine has it ({one_line(fault, 100)})") from None
-    device = zero.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world > 1:                                                       # the others wait while the first tokenises: hours
@@ -446,18 +444,12 @@ def check_files(options):
         raise UserError(f"--plot={options.plot}: must end in .png")
 
 def measure_file(options, device):
-    """The row of the table for texts made elsewhere: by a judge, by their targets, or by what a model knows of its data."""
+    """The row of the table for texts made elsewhere: by their targets, if they have any, and by a judge. Tokens are words."""
     texts, targets = read_samples(options.eval_file)
-    tokens, reference = lambda some: [text.split() for text in some], None
-    if options.model:
-        cfg = elf.load_model(options.model, "cpu", tiny_config.PRESETS.get(options.config))[1]
-        tokenizer = tiny_config.load_tokenizer(options.encoder or tiny_config.encoder_source(options.model, cfg))
-        tokens = functools.partial(tokenizer, add_special_tokens=False)
-        reference = load_reference(cfg, tokenizer, options.data, len(texts))
-    if targets:
-        reference = Reference(targets, tokens(targets), functools.partial(compare, targets=targets))
-    judge = Judge(options.judge, device) if options.eval or not reference else None
-    return {"file": options.eval_file, "n": len(texts)} | measure(texts, tokens(texts), reference, judge)
+    words = [text.split() for text in targets or []]
+    reference = Reference(targets, words, functools.partial(compare, targets=targets)) if targets else None
+    judge = Judge(options.judge, device) if options.eval or not targets else None
+    return {"file": options.eval_file, "n": len(texts)} | measure(texts, [text.split() for text in texts], reference, judge)
 
 def write_texts(texts, reference, path):
     """Writes texts to a .jsonl file, a line each, with the source and the target that they were made from, if any."""
@@ -486,11 +478,11 @@ def main(argv):
     given = parse(argv, __doc__, Options(), Setting())
     options = Options(**{name: given.pop(name) for name in vars(Options()) if name in given})
     check_files(options)
-    if not options.model and not options.eval_file:
-        raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
+    if bool(options.model) == bool(options.eval_file):
+        raise UserError("--model=FOLDER is missing, a folder that train.py wrote, such as out/tiny; or else --eval_file (not both)")
     rank, world, device = connect(options.device)
     if options.eval_file:
-        return report([measure_file(options, device)], options)
+        return report([measure_file(options, device)], options) if rank == 0 else None
     model, cfg = elf.load_model(options.model, device, tiny_config.PRESETS.get(options.config))
     accelerate(model, device, options.dtype, options.compile)
     source, ways = options.encoder or tiny_config.encoder_source(options.model, cfg), settings(given, cfg)

@@ -1131,7 +1131,7 @@ def test_bad_text_files_are_refused(tmp_path, capsys, content, word):
     (["--model={}", "--n=0"], ["n"]), (["--model={}", "--step=3"], ["step", "steps"]), (["--model={}", "--out=/no/such/x.jsonl"], ["/no/such"]),
     (["--model={}", "--steps=1,2", "--out=x.jsonl"], ["--out"]), (["--model={}", "--seed=-1"], ["seed"]), (["--model={}", "--out={}"], ["--out"]),
     (["--model={}", "--trace", "--json=x.json"], ["--trace", "--json"]), (["--model={}", "--plot=x.abc"], [".png"]),
-    (["--model={}", "--out=x", "--json=./x"], ["different files"]), (["--model={}", "--device=meta"], ["meta"]),
+    (["--model={}", "--out=x", "--json=./x"], ["different files"]), (["--model={}", "--device=nope"], ["nope"]),
     (["--model={}", "--data=/no/such"], ["/no/such"]), (["--model={}", "--data={}/samples.txt"], ["tiny"])])
 def test_sample_refuses_in_one_line(run_folder, capsys, argv, words):
     line = refused(capsys, sample, *(arg.format(run_folder) for arg in argv))
