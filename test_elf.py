@@ -1106,10 +1106,10 @@ def test_an_existing_folder_is_not_overwritten(run_folder, capsys):
 @pytest.mark.parametrize("argv, words", [
     (["--config=tiny", "--hiden=3"], ["hiden", "hidden"]), (["--config=tinny"], ["tinny", "tiny"]), ([], ["config", "owt_b"]),
     (["--config=tiny", "--hidden=wide"], ["hidden", "wide", "whole number"]), (["--config=tiny", "--lr=nan"], ["lr", "nan"]),
-    (["--config=tiny", "--lr"], ["lr", "value"]), (["--config=tiny", "--resume=maybe"], ["resume", "maybe"]), (["tiny"], ["tiny"]),
+    (["--config=tiny", "--lr"], ["lr", "expected one argument"]), (["--config=tiny", "--resume=maybe"], ["resume", "maybe"]), (["tiny"], ["tiny"]),
     (["--config=tiny", "--heads=5"], ["heads", "5"]), (["--config=tiny", "--batch=2"], ["batch", "2"]),
-    (["--config=tiny", "--length=20"], ["length", "20", "24 tokens"]), (["--config=tiny", "--seed=-1"], ["seed", "-1"]),
-    (["--config=tiny", "--lr=1e300"], ["lr", "1e300"]),
+    (["--config=tiny", "--length=20"], ["--length=20", "example 1 ", "22 tokens"]), (["--config=tiny", "--seed=-1"], ["seed", "-1"]),
+    (["--config=tiny", "--lr=1e300"], ["lr", "1e+300"]),
     (["--config=tiny", "--data=/no/such/file"], ["/no/such/file"]), (["--config=tiny", "--device=abacus"], ["abacus"])])
 def test_train_refuses_in_one_line(tmp_path, capsys, argv, words):
     line = refused(capsys, train, *argv, f"--out_dir={tmp_path / 'new'}")
@@ -1143,7 +1143,7 @@ def test_bad_text_files_are_refused(tmp_path, capsys, content, word):
 
 @pytest.mark.parametrize("argv, words", [
     ([], ["--model"]), (["--model=/no/such/folder"], ["/no/such/folder"]), (["--model={}", "--steps=4,x"], ["steps", "x"]),
-    (["--model={}", "--steps=0"], ["steps"]), (["--model={}", "--sampler=heun"], ["sampler", "heun", "ode or sde"]), (["--model={}", "--w=0"], ["w"]),
+    (["--model={}", "--steps=0"], ["steps"]), (["--model={}", "--sampler=heun"], ["sampler", "heun", "ode", "sde"]), (["--model={}", "--w=0"], ["w"]),
     (["--model={}", "--n=0"], ["n"]), (["--model={}", "--step=3"], ["step", "steps"]), (["--model={}", "--out=/no/such/x.jsonl"], ["/no/such"]),
     (["--model={}", "--steps=1,2", "--out=x.jsonl"], ["--out"]), (["--model={}", "--seed=-1"], ["seed"]), (["--model={}", "--out={}"], ["--out"]),
     (["--model={}", "--trace", "--json=x.json"], ["--trace", "--json"]), (["--model={}", "--plot=x.abc"], [".png"]),
@@ -1216,15 +1216,17 @@ def test_weights_that_do_not_fit_say_what_differs(run_folder, tmp_path, capsys):
     assert "heads" in refused(capsys, sample, f"--model={folder}")
 
 
-@pytest.mark.parametrize("program, groups", [(train, [train.Options(), Config()]), (sample, [sample.Options()])])
-def test_help_lists_every_key_with_default_and_meaning(capsys, program, groups):
+@pytest.mark.parametrize("program, groups", [(train, [train.Options(), Config()]), (sample, [sample.Options(), sample.Setting()])])
+def test_help_lists_every_key_with_default_and_meaning(capsys, monkeypatch, program, groups):
+    monkeypatch.setenv("COLUMNS", "1000")                           # no words are broken
     with pytest.raises(SystemExit) as stop:
         program.main(["--help"])
     assert stop.value.code == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for group in groups:
         for f in dataclasses.fields(group):
-            assert f"--{f.name}={f.default} " in text and f.metadata["help"] in text
+            shown = f"[{f.default}]" if f.type is bool else f.default       # which may be left out
+            assert " ".join(f"--{f.name} {shown} {f.metadata['help']}".split()) in text
 
 
 def test_a_text_file_trains_and_generates(tmp_path, capsys):
@@ -1496,7 +1498,7 @@ def test_ready_rows_are_used_as_they_are_and_padding_counts_nowhere(tmp_path, mo
         [row + [0] * (16 - len(row)) for row in part] for part in (READY[:61], READY[61:])]
     x = torch.cat([encoder.model(input_ids=torch.tensor([row])).last_hidden_state[0] for row in READY[:61]])
     assert (cfg.latent_mean, cfg.latent_std) == pytest.approx((x.mean().item(), x.std().item()), rel=1e-4)
-    (_, x, ids, counted, _, n), *_ = seen
+    (_, x, ids, counted, _, n, _), *_ = seen
     assert torch.equal(counted, ids != 0) and n == (ids != 0).sum() < ids.numel()
     for i, row in enumerate(ids):
         torch.testing.assert_close(x[i, counted[i]], encoder.encode(row[row != 0][None], cfg)[0], rtol=0, atol=1e-4)
