@@ -452,7 +452,7 @@ def measure_file(options, device):
     if options.model:
         cfg = elf.load_model(options.model, "cpu", tiny_config.PRESETS.get(options.config))[1]
         tokenizer = tiny_config.load_tokenizer(options.encoder or tiny_config.encoder_source(options.model, cfg))
-        tokens = functools.partial(tokenizer, add_special_tokens=False)
+        tokens = lambda some: tokenizer(some, add_special_tokens=False)["input_ids"]
         reference = load_reference(cfg, tokenizer, options.data, len(texts))
     if targets:
         reference = Reference(targets, tokens(targets), functools.partial(compare, targets=targets))
