@@ -191,7 +191,7 @@ def generate(model, setting, seed, numbers, batch, encoder=None, rows=None):
 def trace(model, tokenizer, seed, setting, encoder=None, rows=None):
     """One text taking shape: after each step its time and the tokens that the prediction reads as."""
     begin = 0 if rows is None else (rows[0] < 0).sum()
-    for t, z, x_hat in follow(model, setting, seed, [0], encoder, rows):
+    for t, z, x_hat in follow(model, setting, seed, [0], encoder, None if rows is None else rows[:1]):
         ids = elf.decode_ids(model, z if t == 1 else x_hat, setting.w)[0, begin:].tolist()
         yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]).replace("\n", "\\n") for i in ids]
 
