@@ -314,7 +314,7 @@ def measure(texts, rows, reference=None, judge=None):
              "empty": sum(not text.strip() for text in texts) / len(texts), "repetition": [repetition(text) for text in texts]}
     if reference:
         data_each, data_pooled = entropies(reference.rows)
-        found |= {"data_entropy": sum(data_each) / len(data_each), "data_entropy_pooled": data_pooled} | reference.judge(texts)
+        found |= {"data_entropy": float(np.mean(data_each or 0.0)), "data_entropy_pooled": data_pooled} | reference.judge(texts)
     out = judge.perplexity(rows) if judge else {}
     for name, values in found.items():
         out |= {name: float(np.mean(values or 0.0)), f"{name}_se": error(values)} if isinstance(values, list) else {name: values}
