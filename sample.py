@@ -442,6 +442,8 @@ def check_files(options):
         if path and os.path.abspath(path) in taken:
             raise UserError(f"--{name}={path}: what is read and what is written must be different files")
         taken.append(os.path.abspath(path))
+    if options.eval_file and (options.out or options.plot or options.trace):
+        raise UserError("--eval_file only measures texts; --out, --plot and --trace are for texts that a model makes")
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
 
@@ -501,9 +503,9 @@ def main(argv):
     inputs = [options.prompt] if options.prompt else read_lines("--input_file=", options.input_file) if options.input_file else None
     if inputs and not encoder:
         raise UserError("--prompt and --input_file are for a model with a source; this one has none")
-    if (inputs or options.out or options.trace) and len(ways) * options.seeds > 1:
-        raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
-    one_text = options.trace or options.plot and len(ways) * options.seeds == 1
+    one_text = options.trace or options.plot and len(ways) == 1
+    if (inputs or options.out or one_text) and len(ways) * options.seeds > 1:
+        raise UserError("--out, --trace, --plot of one text, --prompt and --input_file take one setting and one seed, not a sweep")
     if one_text and (options.out or options.json):
         raise UserError("--trace, and --plot of one setting, show one text; --out and --json write many: use one or the other")
     if inputs:
