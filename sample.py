@@ -188,7 +188,7 @@ def generate(model, setting, seed, numbers, batch, encoder=None, rows=None):
 def trace(model, tokenizer, seed, setting, encoder=None, rows=None):
     """One text taking shape: after each step its time and the tokens that the prediction reads as."""
     begin = 0 if rows is None else (rows[0] < 0).sum()
-    for t, z, x_hat in follow(model, setting, seed, [0], encoder, rows):
+    for t, z, x_hat in follow(model, setting, seed, [0], encoder, None if rows is None else rows[:1]):
         ids = elf.decode_ids(model, z if t == 1 else x_hat, setting.w)[0, begin:].tolist()
         yield t, ["" if i == tokenizer.eos_token_id else tokenizer.decode([i]).replace("\n", "\\n") for i in ids]
 
@@ -312,7 +312,7 @@ def measure(texts, rows, reference=None, judge=None):
              "empty": sum(not text.strip() for text in texts) / len(texts), "repetition": [repetition(text) for text in texts]}
     if reference:
         data_each, data_pooled = entropies(reference.rows)
-        found |= {"data_entropy": sum(data_each) / len(data_each), "data_entropy_pooled": data_pooled} | reference.judge(texts)
+        found |= {"data_entropy": float(np.mean(data_each or 0.0)), "data_entropy_pooled": data_pooled} | reference.judge(texts)
     out = judge.perplexity(rows) if judge else {}
     for name, values in found.items():
         out |= {name: float(np.mean(values or 0.0)), f"{name}_se": error(values)} if isinstance(values, list) else {name: values}
@@ -440,6 +440,8 @@ def check_files(options):
         if path and os.path.abspath(path) in taken:
             raise UserError(f"--{name}={path}: what is read and what is written must be different files")
         taken.append(os.path.abspath(path))
+    if options.eval_file and (options.out or options.plot or options.trace):
+        raise UserError("--eval_file only measures texts; --out, --plot and --trace are for texts that a model makes")
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
 
@@ -493,9 +495,9 @@ def main(argv):
     inputs = [options.prompt] if options.prompt else read_lines("--input_file=", options.input_file) if options.input_file else None
     if inputs and not encoder:
         raise UserError("--prompt and --input_file are for a model with a source; this one has none")
-    if (inputs or options.out or options.trace) and len(ways) * options.seeds > 1:
-        raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
-    one_text = options.trace or options.plot and len(ways) * options.seeds == 1
+    one_text = options.trace or options.plot and len(ways) == 1
+    if (inputs or options.out or one_text) and len(ways) * options.seeds > 1:
+        raise UserError("--out, --trace, --plot of one text, --prompt and --input_file take one setting and one seed, not a sweep")
     if one_text and (options.out or options.json):
         raise UserError("--trace, and --plot of one setting, show one text; --out and --json write many: use one or the other")
     if inputs:
