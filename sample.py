@@ -91,7 +91,7 @@ def parse(argv, about, *groups):
     parser = Parser(description=about, usage="%(prog)s --key=value ...", allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for group in groups:
-        part = parser.add_argument_group(group.__doc__)
+        part = parser.add_argument_group(group.__doc__.rstrip("."))
         for f in dataclasses.fields(group):
             flag = {"nargs": "?", "const": True} if f.type is bool else {}
             part.add_argument(f"--{f.name}", type=reader(f.type, isinstance(group, Setting)), metavar=str(getattr(group, f.name)),
@@ -111,8 +111,11 @@ def run(main, argv):
     """Runs a program: what the user or the machine got wrong ends as one line, with exit code 2 or 1."""
     try:
         main(argv)
+    except BrokenPipeError:                                         # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
-        hint = "; try a smaller --micro_batch (or --batch)" if isinstance(fault, torch.OutOfMemoryError) else ""
+        hint = "; try a smaller --micro_batch (or --batch), or --checkpoint_activations" if isinstance(fault, torch.OutOfMemoryError) else ""
         print(f"error: {one_line(fault, 3000) or 'stopped'}{hint}", file=sys.stderr)
         raise SystemExit(2 if isinstance(fault, (UserError, FileExistsError, NotADirectoryError, PermissionError)) else 1) from None
 
@@ -238,7 +241,7 @@ class Judge:
 
     def tokens(self, texts):
         """The texts as the judge's tokens, at most 1,024 of each, or as many as it can see."""
-        longest = min(1024, self.model.config.max_position_embeddings)
+        longest = min(1024, getattr(self.model.config, "max_position_embeddings", 1024))
         return [self.tokenizer.encode(text, add_special_tokens=False)[:longest] for text in texts]
 
     @torch.no_grad()
@@ -249,12 +252,12 @@ class Judge:
         """
         nats, scored = [], []
         for row in rows:
-            if len(row) > 1:
+            if row:
                 ids = torch.tensor([row], device=self.model.device)                     # (1, L)
                 logits = self.model(input_ids=ids).logits[0, :-1]                       # (L - 1, V)
                 nats.append(F.cross_entropy(logits, ids[0, 1:], reduction="sum").item())
                 scored.append(len(row) - 1)
-        if not scored:
+        if sum(scored) == 0:
             return {}
         mean = sum(nats) / sum(scored)
         spread = error([loss - mean * n for loss, n in zip(nats, scored)]) / np.mean(scored)        # of the mean: a ratio's, linearised
@@ -328,10 +331,10 @@ def together(found):
         return found[0]
     out = {}
     for name in found[0]:
-        if not name.endswith("_se"):
+        if not name.endswith("_se") and name != "degenerate":
             values = [float(row.get(name, 0)) for row in found]
             out |= {name: float(np.mean(values))} | ({} if name.startswith("data_") else {f"{name}_se": error(values)})
-    return out | {"n": found[0]["n"], "seeds": len(found)}
+    return out | {"n": found[0]["n"], "seeds": len(found)} | ({"degenerate": True} if any("degenerate" in row for row in found) else {})
 
 def table(rows):
     """Rows (dicts) as aligned columns, standard errors behind their measures."""
@@ -408,10 +411,10 @@ def settings(given, cfg):
 def read_lines(option, path):
     """The lines of a text file. Raises UserError where there are none, or one is empty."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")     # splitlines would split at more
     except (OSError, UnicodeDecodeError) as fault:
         raise UserError(f"{option}{path}: not to be read ({one_line(fault)})") from None
-    for number, line in enumerate(lines or [""], start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             raise UserError(f"{option}{path}: line {number} is empty")
     return lines
@@ -422,10 +425,11 @@ def read_samples(path):
     for number, line in enumerate(read_lines("--eval_file=", path), start=1):
         try:
             entry = json.loads(line)
-            texts.append(str(entry["text"] if "text" in entry else entry["generated"]))
+            texts.append(entry["text"] if "text" in entry else entry["generated"])
             targets.append(entry.get("target"))
+            "".join([texts[-1], targets[-1] or ""])                 # both are strings
         except (ValueError, TypeError) as fault:
-            raise UserError(f"--eval_file={path}: line {number} is no JSON object ({one_line(fault)})") from None
+            raise UserError(f"--eval_file={path}: line {number} is no JSON object with a string for a text ({one_line(fault)})") from None
         except KeyError:
             raise UserError(f"--eval_file={path}: line {number} lacks the key text (or generated); it has {', '.join(entry)}") from None
     return texts, None if None in targets else targets
@@ -442,6 +446,10 @@ def check_files(options):
         taken.append(os.path.abspath(path))
     if options.eval_file and (options.out or options.plot or options.trace):
         raise UserError("--eval_file only measures texts; --out, --plot and --trace are for texts that a model makes")
+    if options.trace and (options.out or options.json):
+        raise UserError("--trace shows one text; --out and --json write many: use one or the other")
+    if (options.prompt or options.input_file) and (options.eval or options.json or options.data or options.plot):
+        raise UserError("--prompt and --input_file have nothing to compare with: no --eval, --json, --data or --plot beside them")
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
 
@@ -493,13 +501,14 @@ def main(argv):
     if len(tokenizer) != cfg.vocab:
         raise UserError(f"the model has {cfg.vocab} tokens, its encoder's tokenizer, {tokenizer.name_or_path}, has {len(tokenizer)}")
     inputs = [options.prompt] if options.prompt else read_lines("--input_file=", options.input_file) if options.input_file else None
+    if inputs and not inputs[0].strip():
+        raise UserError("--prompt is empty")
     if inputs and not encoder:
         raise UserError("--prompt and --input_file are for a model with a source; this one has none")
-    one_text = options.trace or options.plot and len(ways) == 1
-    if (inputs or options.out or one_text) and len(ways) * options.seeds > 1:
-        raise UserError("--out, --trace, --plot of one text, --prompt and --input_file take one setting and one seed, not a sweep")
-    if one_text and (options.out or options.json):
-        raise UserError("--trace, and --plot of one setting, show one text; --out and --json write many: use one or the other")
+    if len(ways) * options.seeds > 1 and (inputs or options.out or options.trace):
+        raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
+    if len(ways) == 1 and options.plot and not options.trace:
+        raise UserError("--plot draws a sweep, such as --steps=8,16,32, or with --trace one text taking shape")
     if inputs:
         ids = tokenizer(inputs, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         rows = [[-1 - i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
@@ -507,7 +516,7 @@ def main(argv):
     else:
         reference = load_reference(cfg, tokenizer, options.data, options.n, options.eval)
     stored = reference and reference.stored
-    if one_text:
+    if options.trace:
         lines = list(trace(model, tokenizer, options.seed, ways[0], encoder, stored))
         print_trace(lines)
         return plot_trace(lines, options.plot) if options.plot else None

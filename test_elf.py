@@ -1,6 +1,9 @@
 """Tests: golden figures, the mathematics, the tiny language, the two programs, bad input."""
+import collections
 import dataclasses
+import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -11,13 +14,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": tempfile.mkdtemp()}      # before the libraries read it
 
 import datasets
 import huggingface_hub
+import numpy as np
 import pytest
 import tokenizers as tk
 import torch
@@ -29,7 +33,7 @@ import sample
 import tiny_config
 import train
 from elf import ELF, Config
-from sample import seeded
+from sample import Setting, seeded
 from tiny_config import PRESETS
 
 HERE = Path(__file__).parent
@@ -564,17 +568,6 @@ def test_a_trigram_model_writes_few_valid_stories():
 # ------------------------------------------------------------------------------- measures
 
 
-def test_entropies_by_hand():
-    rows = [sample.until_end(row, 1) for row in ([5, 5, 6, 6, 1, 9, 9], [7, 1])]
-    each, pooled = sample.entropies(rows)
-    assert each == pytest.approx([math.log(2), 0])                  # {5: 2, 6: 2} and {7: 1}; what follows the end is out
-    assert pooled == pytest.approx(-(0.4 * math.log(0.4) * 2 + 0.2 * math.log(0.2)))
-    row = sample.measure(["a a b b", "c"], rows)
-    assert (row["entropy"], row["entropy_pooled"]) == pytest.approx((math.log(2) / 2, pooled))
-    row = sample.measure([""], [sample.until_end([1, 5], 1)])
-    assert (row["entropy"], row["entropy_pooled"]) == (0, 0)
-
-
 def test_text_measures_by_hand():
     source = "The cat sat.\nOn the mat, the CAT slept!"
     got = tiny_config.judge_text(["the cat flew", "on the mat the cat slept well", ""], source)
@@ -800,7 +793,7 @@ def test_a_sweep_ends_in_a_table_and_repeats_nothing(run_folder, tmp_path, capsy
 def test_trace_shows_each_step_and_marks_changes(run_folder, tmp_path, capsys):
     sample.main([f"--model={run_folder}", "--trace", "--steps=5"])
     lines = capsys.readouterr().out.strip().splitlines()
-    sample.main([f"--model={run_folder}", f"--plot={tmp_path}/trace.png", "--steps=5"])
+    sample.main([f"--model={run_folder}", "--trace", f"--plot={tmp_path}/trace.png", "--steps=5"])
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out.strip().splitlines() == lines
     assert len(lines) == 5 and lines[-1].startswith("t=1.000") and "[" not in lines[0]
     assert "[" in "".join(lines[1:])
@@ -1561,10 +1554,894 @@ def test_a_mistyped_path_is_not_taken_for_a_hub_id(capsys):
 
 
 def test_the_readmes_python_example_runs(run_folder, capsys):
-    example = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
-    assert "out/tiny" in example
+    examples = (HERE / "README.md").read_text(encoding="utf-8").split("```python\n")[1:]
+    example, = [text.split("```")[0] for text in examples if "import torch, elf" in text]
     exec(example.replace("out/tiny", str(run_folder)), {})
     assert capsys.readouterr().out.startswith("['")
+
+
+# ------------------------------------------------------------------------------- a source: the encoder's mask
+
+SOURCES, TARGETS = (4, 5, 3), (5, 7, 2)     # lengths of three examples in 12 positions: fill, none, much fill
+
+
+def three_pairs(tokenizer):
+    """(token ids (3, 12), source, real, fill (3, 12) bool) of three random examples, stored and unpacked again."""
+    words = torch.randint(5, len(tokenizer), (3, 12), generator=seeded(0)).tolist()
+    rows = [[-1 - i for i in words[k][:s]] + words[k][s:s + t] + [tokenizer.eos_token_id] * (12 - s - t)
+            for k, (s, t) in enumerate(zip(SOURCES, TARGETS))]
+    cfg = dataclasses.replace(PLAIN, source_length=5)
+    ids, source, counted, real = tiny_config.unpack(torch.tensor(rows), tokenizer, cfg)
+    place = torch.arange(12)
+    assert torch.equal(source, place < torch.tensor(SOURCES)[:, None]) and torch.equal(counted, ~source)
+    assert torch.equal(real, place < torch.tensor([9, 12, 5])[:, None]) and (ids >= 0).all()
+    return ids, source, real, ~real
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_mask_of_pairs_leaks_nothing(encoders, attention, dtype):
+    encoder = tiny_config.load_encoder(encoders["t5"], dtype=dtype)
+    encoder.model.set_attn_implementation(attention)
+    ids, source, real, fill = three_pairs(encoder.tokenizer)
+    target, other = real & ~source, torch.randint(5, len(encoder.tokenizer), (3, 12), generator=seeded(1))
+    other = torch.where(other == ids, 4, other)
+    swapped = {name: torch.where(places, other, ids) for name, places in (("source", source), ("target", target), ("fill", fill))}
+
+    for drop in (torch.zeros(3).bool(), torch.tensor([True, False, True])):
+        sees = elf.who_sees(source, real, drop)
+        x, by_source, by_target, by_fill = (encoder.encode(i, PLAIN, sees) for i in (ids, *swapped.values()))
+        assert torch.equal(x[source], by_target[source]) and torch.equal(x[source], by_fill[source])
+        assert torch.equal(x[real], by_fill[real])                      # what fills up is seen by none
+        assert torch.equal(x[drop][~source[drop]], by_source[drop][~source[drop]])      # dropped: not even the fill sees the source
+        for places in (target, fill):
+            there = places & ~drop[:, None]
+            assert not torch.isclose(x[there], by_source[there]).all(-1).any()          # not dropped: each position does
+        assert not torch.isclose(x[target], by_target[target]).all(-1).any()
+        assert not torch.isclose(x[fill], by_target[fill]).all(-1).any()
+
+
+def test_a_source_is_encoded_as_if_alone_and_a_dropped_targets_tokens_as_if_it_were_not_there(encoders):
+    encoder = tiny_config.load_encoder(encoders["t5"])
+    ids, source, real, fill = three_pairs(encoder.tokenizer)
+    for drop in (torch.zeros(3).bool(), torch.ones(3).bool()):
+        x = encoder.encode(ids, PLAIN, elf.who_sees(source, real, drop))
+        for k, (s, t) in enumerate(zip(SOURCES, TARGETS)):
+            torch.testing.assert_close(x[k, :s], encoder.encode(ids[k:k + 1, :s], PLAIN)[0], rtol=0, atol=1e-5)
+            if drop[k]:                     # T5's positions are relative
+                alone = encoder.encode(ids[k:k + 1, s:s + t], PLAIN)[0]
+                torch.testing.assert_close(x[k, s:s + t], alone, rtol=0, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------- a source: sampling
+
+PLACES = torch.arange(6) < torch.tensor([2, 3])[:, None]           # a source of two positions, one of three
+
+
+def spy(monkeypatch, model):
+    """A list that gets z, t, x_prev, w, decode of every call of the network."""
+    calls, trunk = [], model.trunk
+    monkeypatch.setattr(model, "trunk", lambda z, t, x_prev, w, decode: calls.append((z, t, x_prev, w, decode)) or trunk(z, t, x_prev, w, decode))
+    return calls
+
+
+def sampled(model, cond, cfg, sampler="ode", start="paper", source=PLACES):
+    return elf.sample(model, 2 * ar((2, 6, 8), 0.3), GRID, sampler, gamma=1.5, w=2.0, sde_start=start, generator=seeded(0),
+                      cond=cond, cond_mask=source, cfg=cfg)
+
+
+@pytest.mark.parametrize("sampler, start", SAMPLERS)
+@pytest.mark.parametrize("cfg", [0.0, 1.0, 2.0])
+def test_the_source_is_in_every_call_and_stays_as_it_is(golden, monkeypatch, sampler, start, cfg):
+    calls, cond = spy(monkeypatch, golden), ar((2, 6, 8), 2.0)
+    way = dict(sampler=sampler, gamma=1.5, w=2.0, sde_start=start, generator=seeded(0), cond=cond, cond_mask=PLACES, cfg=cfg)
+    for _, z, x_hat in elf.trajectory(golden, 2 * ar((2, 6, 8), 0.3), GRID, **way):
+        assert torch.equal(z[PLACES], cond[PLACES]) and torch.equal(x_hat[PLACES], cond[PLACES])
+    assert not torch.isclose(z, cond)[~PLACES].any()
+    assert len(calls) == 4
+    for z_in, _, x_prev, _, mode in calls:
+        assert len(z_in) == (2 if cfg == 1 else 4) and not mode.any()
+        for a in (z_in, x_prev):
+            assert torch.equal(a[-2:][PLACES], cond[PLACES])
+            if cfg != 1:
+                assert (a[:2][PLACES] == 0).all() and torch.equal(a[:2][~PLACES], a[2:][~PLACES])
+    assert (calls[0][2][-2:][~PLACES] == 0).all()                   # no guess yet, but the source
+    elf.decode_ids(golden, z, 2.0)
+    z_in, t, x_prev, w, mode = calls[-1]
+    assert torch.equal(z_in, z) and (t == 1).all() and (x_prev == 0).all() and (w == 2).all() and mode.all()
+
+
+@pytest.mark.parametrize("sampler, start", SAMPLERS)
+def test_without_the_source_means_that_it_does_not_matter(golden, sampler, start):
+    """cfg = 0 is the pass without the source alone; at cfg 1 or 2 the source does matter, at every position."""
+    one, other = ar((2, 6, 8), 2.0), ar((2, 6, 8), 5.0)
+    a, b, nothing = (sampled(golden, cond, cfg, sampler, start) for cond, cfg in ((one, 0.0), (other, 0.0), (0 * one, 1.0)))
+    assert torch.equal(a[~PLACES], b[~PLACES])
+    torch.testing.assert_close(a[~PLACES], nothing[~PLACES], rtol=0, atol=2e-4)
+    for cfg in (1.0, 2.0):
+        a, b = (sampled(golden, cond, cfg, sampler, start) for cond in (one, other))
+        assert not torch.isclose(a, b)[~PLACES].all(-1).any()
+
+
+@torch.no_grad()
+def test_a_guided_guess_is_two_guesses_combined(golden):
+    z, x_prev, cond = ar((2, 6, 8), 0.3), ar((2, 6, 8), 1.1), ar((2, 6, 8), 2.0)
+    t, w, at = torch.tensor([0.25, 0.7]), torch.tensor([1.0, 3.0]), PLACES[..., None]
+    without, with_it = (golden.denoise(torch.where(at, c, z), t, torch.where(at, c, x_prev), w) for c in (torch.zeros_like(z), cond))
+    for cfg in (0.0, 0.5, 1.0, 2.0, 4.0):
+        want = torch.where(at, cond, without + cfg * (with_it - without))
+        torch.testing.assert_close(elf.guess(golden, z, t, x_prev, w, cond, PLACES, cfg), want, rtol=1e-5, atol=1e-5)
+    _, (_, z, x_hat), *_ = elf.trajectory(golden, 2 * z, GRID, w=2.0, cond=cond, cond_mask=PLACES, cfg=2.0)
+    (_, z_1, x_1), *_ = elf.trajectory(golden, 2 * ar((2, 6, 8), 0.3), GRID, w=2.0, cond=cond, cond_mask=PLACES, cfg=2.0)
+    want = elf.guess(golden, z_1, GRID[1].expand(2), x_1, torch.full((2,), 2.0), cond, PLACES, 2.0)
+    torch.testing.assert_close(x_hat, want)                         # the combined guess goes into the next call
+
+
+# ------------------------------------------------------------------------------- a source: the loss
+
+
+def loss_with_source(model, x, ids, counted, draws, source):
+    """The training loss of examples with a source from its formulas, one example at a time; x is 0 at a dropped source."""
+    cfg, total, se, ce = model.cfg, 0, [], []
+    n_decode = int(draws.decode.sum())
+    for i in range(len(x)):
+        at, xi, eps, w, t = source[i, :, None], x[i], draws.eps[i], draws.w[i:i + 1], draws.t[i]
+        only = lambda a: torch.where(at, xi, a)[None]               # noqa: E731  the source and a elsewhere
+        if draws.decode[i]:
+            p = draws.p[i][:, None]
+            z = only(p * xi + (1 - p) * cfg.decode_noise_scale * eps)
+            logits = model.decode_head(model.trunk(z, torch.ones(1), torch.zeros_like(z), w, torch.ones(1)))[0]
+            ce += [logits[j].logsumexp(0) - logits[j, ids[i, j]] for j in range(len(at)) if counted[i, j]]
+            continue
+        z, rest = only(t * xi + (1 - t) * cfg.noise_scale * eps), max(1 - t.item(), cfg.t_floor)
+        x_prev, v = only(torch.zeros_like(xi)), (xi - (t * xi + (1 - t) * cfg.noise_scale * eps)) / rest
+        if draws.self_cond[i]:
+            with torch.no_grad():
+                x_no = model.denoise(z, t[None], x_prev, w)
+                x_prev = only(x_no[0])
+                x_sc = model.denoise(z, t[None], x_prev, w)
+            v = v + (1 - 1 / w) * (x_sc - x_no)[0] / rest
+        v_hat = (model.denoise(z, t[None], x_prev, w) - z)[0] / rest
+        se += [(v_hat[j] - v[j]).square().sum() / cfg.latent_dim for j in range(len(at)) if counted[i, j]]
+    total = cfg.decode_share * len(x) / n_decode * sum(ce) + (1 - cfg.decode_share) * len(x) / (len(x) - n_decode) * sum(se)
+    return total / counted.sum(), sum(se) / len(se), sum(ce) / len(ce)
+
+
+def batch_with_sources(batch, seed):
+    """Random examples, each with a source of 1 to 4 positions, a third of them dropped, and all other positions counted."""
+    g = seeded(seed)
+    source = torch.arange(6) < torch.randint(1, 5, (batch, 1), generator=g)
+    draws = elf.draw(dataclasses.replace(GOLDEN, label_drop=1 / 3), batch, g)
+    x = torch.randn(batch, 6, 8, generator=g).masked_fill((source & draws.drop[:, None])[..., None], 0)
+    return x, torch.randint(11, (batch, 6), generator=g), ~source, draws, source
+
+
+@pytest.mark.parametrize("batch", [3, 8, 15])
+def test_the_loss_with_a_source_equals_a_slow_reference(golden, batch):
+    x, ids, counted, draws, source = batch_with_sources(batch, batch)
+    got, want = elf.flow_loss(golden, x, ids, counted, draws, source=source), loss_with_source(golden, x, ids, counted, draws, source)
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+    got, expected = gradients(golden, got[0]), gradients(golden, want[0])
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-3, atol=1e-3 * expected[name].abs().max().item())
+    ids[source] = (ids[source] + 1) % 11                            # a source's own tokens are not to be guessed
+    assert torch.equal(elf.flow_loss(golden, x, ids, counted, draws, source=source)[0], elf.flow_loss(golden, x, ids, counted, draws, None, source)[0])
+    torch.testing.assert_close(elf.flow_loss(golden, x, ids, counted, draws, source=source)[2], want[2], rtol=1e-5, atol=0)
+
+
+def test_in_the_loss_the_source_stays_clean_in_every_call(golden, monkeypatch):
+    calls = spy(monkeypatch, golden)
+    x, ids, counted, draws, source = batch_with_sources(15, 1)
+    elf.flow_loss(golden, x, ids, counted, draws, source=source)
+    (z_first, _, x_first, _, mode_first), (z, t, x_prev, _, mode) = calls
+    dec, sc, both = draws.decode, draws.self_cond, source & ~draws.decode[:, None]
+    assert dec.sum() == 3 and sc.sum() == 6 and draws.drop.any() and torch.equal(mode, dec) and not mode_first.any()
+    assert torch.equal(z[source], x[source]) and not torch.isclose(z, x)[~source].all(-1).any()
+    assert (x_prev[dec] == 0).all() and (t[dec] == 1).all()         # decode examples: a clean source, but no guess at all
+    assert torch.equal(x_prev[both], x[both])
+    plain = ~sc & ~dec
+    assert (x_prev[plain][~source[plain]] == 0).all() and (x_prev[sc][~source[sc]] != 0).any(-1).all()
+    assert torch.equal(z_first, z[sc]) and torch.equal(x_first[source[sc]], x[sc][source[sc]]) and (x_first[~source[sc]] == 0).all()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.35])
+def test_labels_drop_as_often_as_they_should(share):
+    cfg = Config(latent_dim=1, length=1, label_drop=share)
+    draws, spread = elf.draw(cfg, 20_000, seeded(3)), math.sqrt(share * (1 - share) / 20_000)
+    assert draws.drop.float().mean() == pytest.approx(share, abs=4 * spread)
+    for role in (draws.decode, draws.self_cond, draws.t > draws.t.median()):        # whatever else an example's lot is
+        assert draws.drop[role].float().mean() == pytest.approx(share, abs=4 * spread / math.sqrt(role.float().mean()))
+
+
+# ------------------------------------------------------------------------------- measures
+
+VERSES = ["the sun", "", "été moon hill " * 30, "s", "moon moon moon", "hill", "the hill and the moon and the sun " * 2,
+          "sun " * 3, "moon\nhill", "🙂 hill", "t", "hill moon sun", "a long day by the sea", "x</s>y", "the moon " * 9, "sun hill"]
+
+
+@pytest.fixture(scope="module")
+def judge_folder(tmp_path_factory):
+    """A small GPT-2 of strong opinions that sees 48 tokens, with a byte-level tokenizer."""
+    torch.manual_seed(0)
+    tokenizer, folder = tiny_config.byte_tokenizer([TEXT], 280), tmp_path_factory.mktemp("judge")
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=300, n_positions=48, n_embd=32, n_layer=2, n_head=2, initializer_range=0.3, bos_token_id=1, eos_token_id=1))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@functools.cache
+def alone(folder):
+    return (transformers.AutoTokenizer.from_pretrained(folder),
+            transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+
+@torch.no_grad()
+def nats_alone(folder, text, longest=48):
+    """The nats of each scored token of a text, computed by itself and without padding."""
+    tokenizer, model = alone(folder)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"][:longest]
+    if len(ids) < 2:
+        return []
+    chances = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    return [-chances[i, ids[i + 1]].item() for i in range(len(ids) - 1)]
+
+
+def test_perplexity_does_not_depend_on_batch_or_padding(judge_folder):
+    each = [nats_alone(judge_folder, text) for text in VERSES]
+    assert max(map(len, each)) == 47 and each[1] == each[3] == []
+    total, n = sum(map(sum, each)), sum(map(len, each))
+    want, judge = math.exp(total / n), sample.Judge(judge_folder, "cpu")
+    assert abs(math.log(want / math.exp(np.mean([np.mean(nats) for nats in each if nats])))) > 1e-3     # the tokens', not the texts' mean
+    rows = judge.tokens(VERSES)
+    assert [len(row) for row in rows] == [min(len(judge.tokenizer.encode(text)), 48) for text in VERSES]
+    for order in (VERSES, VERSES[::-1], sorted(VERSES, key=len)):
+        assert judge.perplexity(judge.tokens(order))["gen_ppl"] == pytest.approx(want, rel=1e-5)
+    assert sample.measure(VERSES, [[1]] * 16, judge=judge)["gen_ppl"] == pytest.approx(want, rel=1e-5)
+
+
+def test_the_perplexity_of_hardly_anything(judge_folder):
+    judge = sample.Judge(judge_folder, "cpu")
+    assert judge.perplexity([[], []]) == {} == judge.perplexity([[], [5]]) == judge.perplexity([])
+    found = sample.measure(["", ""], [[], []], judge=judge)
+    assert found["empty"] == 1 and found["entropy"] == found["length"] == 0 and "gen_ppl" not in found
+    two = judge.tokens(["", "the sun"])
+    assert judge.perplexity(two)["gen_ppl"] == pytest.approx(math.exp(np.mean(nats_alone(judge_folder, "the sun"))), rel=1e-5)
+    assert judge.perplexity(two)["gen_ppl_se"] == 0                 # one text, no spread
+
+
+def test_the_standard_error_of_perplexity(judge_folder):
+    """Against the formula of a ratio's standard error, and against drawing the texts anew many times."""
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(["sun", "moon", "été", "hill"], k=rng.randint(1, 12))) for _ in range(240)]
+    judge = sample.Judge(judge_folder, "cpu")
+    each = [nats_alone(judge_folder, text) for text in texts[:60]]
+    nats, n = np.array([sum(e) for e in each]), np.array([len(e) for e in each])
+    mean = nats.sum() / n.sum()
+    want = math.exp(mean) * math.sqrt(((nats - mean * n) ** 2).sum() / (len(n) - 1) / len(n)) / n.mean()
+    assert judge.perplexity(judge.tokens(texts[:60]))["gen_ppl_se"] == pytest.approx(want, rel=1e-4)
+    draws = np.random.default_rng(0).integers(len(n), size=(4000, len(n)))
+    again = np.exp(nats[draws].sum(1) / n[draws].sum(1))
+    assert again.std() == pytest.approx(want, rel=0.1)
+    assert judge.perplexity(judge.tokens(texts))["gen_ppl_se"] < 0.75 * want        # four times the texts, half the error
+
+
+def test_entropies_by_hand():
+    each, pooled = sample.entropies([[5, 5, 6, 6], [], [7], [5, 6, 7, 8]])
+    assert each == pytest.approx([math.log(2), 0, math.log(4)])     # one of no tokens has none
+    shares = [3 / 9, 3 / 9, 2 / 9, 1 / 9]
+    assert pooled == pytest.approx(-sum(p * math.log(p) for p in shares))
+    assert sample.entropies([[], []]) == ([], 0)
+
+
+def test_the_measures_by_hand():
+    assert [sample.repetition(text) for text in ("", "a", "a a", "a a a b a", "a b\na  a", "aa a")] == [0, 0, 1, 2 / 4, 1 / 3, 0]
+    texts, rows = ["a a b", "", "a a b", " "], [[3, 3, 4], [], [3, 3, 4], [9]]
+    found = sample.measure(texts, rows)
+    one = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3))
+    assert found["distinct"] == 3 / 4 and found["empty"] == 2 / 4 and found["repetition"] == pytest.approx((0.5 + 0 + 0.5 + 0) / 4)
+    assert found["length"] == 7 / 4 and found["entropy"] == pytest.approx(2 * one / 3)
+    assert found["length_se"] == pytest.approx(math.sqrt(sum((n - 7 / 4) ** 2 for n in (3, 0, 3, 1)) / 3 / 4))
+    assert found["repetition_se"] == pytest.approx(math.sqrt(4 * 0.25 ** 2 / 3 / 4))
+    assert found["entropy_pooled"] == pytest.approx(sum(n / 7 * math.log(7 / n) for n in (4, 2, 1))) and "degenerate" not in found
+
+
+class Told:
+    """A judge whose verdict is known."""
+
+    def __init__(self, tokens, gen_ppl):
+        self.tokens, self.perplexity = lambda texts: [tokens for _ in texts], lambda rows: {"gen_ppl": gen_ppl, "gen_ppl_se": 0.0}
+
+
+@pytest.mark.parametrize("tokens, gen_ppl, poor", [
+    ([*range(200)] * 3, 20.0, False), ([*range(200)] * 3, 301.0, True), ([*range(140)] * 4, 20.0, True),       # ln 200 = 5.3, ln 140 = 4.9
+    ([*range(140)] * 3, 20.0, False), ([*range(200)] * 2, 301.0, False)])                              # short: those limits aren't for these
+def test_what_only_looks_good_is_marked(tokens, gen_ppl, poor):
+    assert sample.measure(["a"], [[1]], judge=Told(tokens, gen_ppl)).get("degenerate", False) == poor
+
+
+def test_what_is_poorer_than_the_data_is_marked():
+    reference = sample.Reference(["a b c d"] * 2, [[1, 2, 3, 4], [5, 6, 7, 8]], lambda texts: {"extra": [1.0] * len(texts)})
+    good, poor = ([[1, 2, 3], [4, 5]], [[1, 2, 3, 4], [1, 2, 3, 4]])   # ln 8 - ln 5 = 0.47, ln 8 - ln 4 = 0.69
+    assert sample.measure(["a", "b"], poor, reference)["degenerate"] and "degenerate" not in sample.measure(["a", "b"], good, reference)
+    found = sample.measure(["a", "b"], good, reference)
+    assert found["data_entropy"] == pytest.approx(math.log(4)) and found["data_entropy_pooled"] == pytest.approx(math.log(8))
+    assert found["extra"] == 1 and found["extra_se"] == 0
+
+
+@pytest.mark.parametrize("texts, targets", [
+    (["The cats were sitting on the Mat .", "a dog runs", "", "it rains and it rains"],
+     ["the cat sat on the mat .", "the Dogs were running", "nothing", "it rained and it rains today"]),
+    (["the Cat", "sun"], ["the cat", "moon"])])                    # too short for a 4-gram: the effective order counts
+def test_bleu_and_rouge_are_the_libraries(texts, targets):
+    import sacrebleu
+    from rouge_score import rouge_scorer
+    found = sample.compare(texts, targets)
+    assert found["bleu"] == sacrebleu.corpus_bleu(texts, [targets], lowercase=True, use_effective_order=True).score
+    assert found["bleu"] > 5
+    scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+    for name in ("rouge1", "rouge2", "rougeL"):
+        assert found[name] == [100 * scorer.score(target, text)[name].fmeasure for text, target in zip(texts, targets)]
+    assert found["rouge1"][0] > 50 and max(found["rouge1"]) <= 100
+
+
+def test_errors_over_seeds_are_those_of_the_seeds_means():
+    rows = [{"n": 4, "exact": 0.25, "exact_se": 0.2, "data_entropy": 2.0}, {"n": 4, "exact": 0.75, "exact_se": 0.1, "data_entropy": 2.0},
+            {"n": 4, "exact": 0.5, "exact_se": 0.1, "data_entropy": 2.0}]
+    found = sample.together(rows)
+    assert found["exact"] == 0.5 and found["exact_se"] == pytest.approx(0.25 / math.sqrt(3)) and found["seeds"] == 3 and found["n"] == 4
+    assert sample.together(rows[:1]) == rows[0] and "data_entropy_se" not in found
+
+
+def test_a_mark_of_one_seed_is_kept_in_the_row_of_several():
+    marked = [{"n": 4, "gen_ppl": 9.0}, {"n": 4, "gen_ppl": 9.0, "degenerate": True}]
+    assert sample.together(marked).get("degenerate") and sample.together(marked[::-1]).get("degenerate")
+
+
+# ------------------------------------------------------------------------------- the language of pairs
+
+
+def possible():
+    return math.prod(map(len, tiny_config.PAIR_SLOTS))
+
+
+def test_the_pairs_are_many_and_training_sees_few():
+    train_pairs, heldout = tiny_config.made("tiny_pair"), tiny_config.made("tiny_pair", heldout=True)
+    assert possible() >= 1e6 and len(train_pairs) <= 0.05 * possible() and len(heldout) >= 512
+    assert not {source for source, _ in train_pairs} & {source for source, _ in heldout}
+    assert not {target for _, target in train_pairs} & {target for _, target in heldout}
+    data = tiny_config.open_data("tiny_pair", pairs=True)          # what is drawn for training is what is trained on
+    rows, rest = tiny_config.split(list(zip(data["input"], data["output"])))
+    assert rows == list(train_pairs) and rest == list(heldout)
+    assert tiny_config.made("tiny_pair") == train_pairs and list(train_pairs)[0] != list(heldout)[0]
+
+
+def test_a_source_has_one_translation():
+    """All choices but for slots whose options are all alike, of which it takes two or three each; none gives another's source."""
+    when, who, many, like, does, how_many, which, what, where = tiny_config.PAIR_SLOTS
+    slots = [when[::3], who, many, like[:2], does, how_many, ["alt", "rot", "hässlich"], what, where[::3]]
+    choices = list(itertools.product(*slots))
+    targets = {}
+    for choice in choices:
+        source, target = tiny_config.pair(*choice)
+        assert targets.setdefault(source, target) == target, source
+    assert len(targets) == len(choices)                             # so there are as many sources as choices
+    both = [*tiny_config.made("tiny_pair"), *tiny_config.made("tiny_pair", heldout=True)]
+    assert len({source for source, _ in both}) == len(both)
+    choice = ["jetzt", "lehrer", True, "alt", "sehen", "ein", "rot", "decke", "am see"]
+    for i, slot in enumerate(tiny_config.PAIR_SLOTS):               # each option says something else, in both languages
+        for side in zip(*(tiny_config.pair(*choice[:i], option, *choice[i + 1:]) for option in slot)):
+            assert len(set(side)) == len(slot)
+
+
+def test_pairs_fit_the_preset_with_an_end_behind():
+    cfg, pairs = PRESETS["tiny_pair"], tiny_config.made("tiny_pair")
+    longest = [max(len(side.split()) for side in sides) for sides in zip(*pairs)]
+    assert longest[0] <= cfg.source_length and sum(longest) < cfg.length and longest[1] < cfg.length - cfg.source_length
+    some = datasets.Dataset.from_dict(dict(zip(("input", "output"), zip(*list(pairs)[:2000]))))
+    tokenizer = tiny_config.word_tokenizer(text for pair in pairs for text in pair)
+    rows = torch.from_numpy(tiny_config.Rows(some, cfg, tokenizer)[range(2000)])
+    ids, source, counted, real = tiny_config.unpack(rows, tokenizer, cfg)
+    assert tokenizer.unk_token_id not in ids and torch.equal(source, rows < 0) and torch.equal(counted, ~source)
+    for row, at, here, (german, english) in zip(ids.tolist(), source, real, pairs):
+        n, m = len(german.split()), len(english.split())
+        assert tokenizer.decode(row[:n]) == german and tokenizer.decode(row[n:n + m]) == english
+        assert set(row[n + m:]) == {tokenizer.eos_token_id} and at.sum() == n and here.sum() == n + m and here[:n + m].all()
+
+
+def in_order(source, target):
+    """For each word of a source its translation in this target, in the source's order."""
+    a, b = source.split(), target.split()
+    verb = [b[3]] if len(a) == 10 else ["", b[3]] if a[1] in ("hat", "haben") else [b[3], b[4]]
+    found = [b[-1], verb[0], *b[:3], b[-7], b[-6], b[-5], " ".join(b[-4:-2]), b[-2], *verb[1:]]
+    assert len(found) == len(a)
+    return list(zip(a, found))
+
+
+def test_a_dictionary_does_not_translate():
+    """Each word's most frequent translation: in the source's order nearly never right, in the right order about every second time."""
+    known = collections.defaultdict(Counter)
+    for pair in tiny_config.made("tiny_pair"):
+        for word, translation in in_order(*pair):
+            known[word][translation] += 1
+    best, plain, ordered, heldout = {word: n.most_common(1)[0][0] for word, n in known.items()}, 0, 0, tiny_config.made("tiny_pair", True)
+    for source, target in heldout:
+        words = [best[word] for word in source.split()]
+        plain += " ".join(" ".join(words).split()) == target
+        right = [*words[2:5], words[1], *words[10:], *words[5:10], words[0]]
+        ordered += " ".join(" ".join(right).split()) == target
+    print(f"\na dictionary: exact {plain / len(heldout):.3f} in the source's order, {ordered / len(heldout):.3f} in the right order")
+    assert plain / len(heldout) < 0.05 and 0.4 < ordered / len(heldout) < 0.7
+    assert {word for word, n in known.items() if len(n) > 1 and min(n.values()) > 0.2 * sum(n.values())} >= {
+        "lehrer", "mädchen", "schloss", "birne", "strauß", "decke", "ein", "eine", "einen"}       # what context decides
+
+
+def test_the_rules_of_translation_are_kept_and_occur():
+    """The rules once more, by the places of the words."""
+    looks = {"saw", "sees", "see", "painted", "paints", "paint", "drew", "draws", "draw"}
+    people = {"women", "men", "children", "thieves", "teachers", "neighbours", "girls", "kings"}
+    one = ("lock bulb bouquet blanket castle pear ostrich ceiling apple table clock book".split(),
+           "locks bulbs bouquets blankets castles pears ostriches ceilings apples tables clocks books".split())
+    occurred, n = Counter(), len(tiny_config.made("tiny_pair"))
+    for source, target in tiny_config.made("tiny_pair"):
+        a, b = source.split(), target.split()
+        future, present, plural = b[3] == "will", len(a) == 10, b[2] in people
+        verb, article, which, thing = b[4] if future else b[3], *b[-7:-4]
+        assert b[0] == b[-3] == "the" and len(b) == 11 + future
+        assert (b[-1] in ("yesterday", "recently", "then"), b[-1] in ("now", "today", "always")) == (not present and not future, present)
+        assert a[1] == ("werden" if plural else "wird") if future else present or a[1] == ("haben" if plural else "hat"), source
+        if present:                                                # agreement, in both languages
+            assert verb.endswith("s") != plural and a[1].endswith("t") != plural and (a[2] == "die" or not plural)
+        assert article == ("two" if a[5] == "zwei" else "three" if a[5] == "drei" else "an" if which[0] in "aeiou" else "a")
+        assert thing in one[article in ("two", "three")], target
+        for word, pair in {"schloss": ("lock", "castle"), "birne": ("bulb", "pear"), "strauß": ("bouquet", "ostrich"),
+                           "decke": ("blanket", "ceiling")}.items():
+            if a[7] == word:
+                assert thing == pair[verb in looks]
+                occurred[word, thing] += 1
+        occurred.update([article, ("present" if present else "future" if future else "past", plural), ("lehrer" in a[4], plural)])
+        occurred.update([(article, which)] if article == "an" else [])
+    assert len(occurred) >= 8 + 4 + 6 + 2
+    assert all(count > 0.005 * n for count in occurred.values()), occurred
+
+
+# ------------------------------------------------------------------------------- pairs: the programs
+
+KEYS = [*SMALL, "--label_drop=0.4"]
+
+
+def few_pairs(name, heldout=False, made=tiny_config.made):
+    """300 pairs are enough to test the programs: 285 and 15, just as `split` will have them."""
+    return dict(list(made(name, heldout).items())[:15 if heldout else 285])
+
+
+@pytest.fixture
+def small_language(monkeypatch):
+    monkeypatch.setattr(tiny_config, "made", few_pairs)
+
+
+@pytest.fixture(scope="module")
+def pair_folder(tmp_path_factory):
+    """What a whole run of 40 steps on pairs leaves behind."""
+    folder = tmp_path_factory.mktemp("runs") / "pairs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_config, "made", few_pairs)
+        train.main(["--config=tiny_pair", f"--out_dir={folder}", *KEYS])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pairs_file(tmp_path_factory):
+    """24 pairs as a .jsonl file."""
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    pairs = list(tiny_config.made("tiny_pair", heldout=True))[:24]
+    path.write_text("".join(json.dumps({"input": source, "output": target}) + "\n" for source, target in pairs))
+    return path
+
+
+def measured(tmp_path, *argv):
+    """Runs sample.py; returns its table."""
+    sample.main([*map(str, argv), f"--json={tmp_path}/table.json"])
+    return json.loads((tmp_path / "table.json").read_text())
+
+
+def sampled_lines(path):
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+def test_pairs_train_and_sample(pair_folder, tmp_path, small_language, capsys):
+    entries = sampled_lines(pair_folder / "metrics.jsonl")
+    held_out = [entry["heldout_ce"] for entry in entries if "heldout_ce" in entry]
+    assert len(held_out) == 2 and held_out[1] < held_out[0] and {"exact", "data_entropy"} <= set().union(*entries)
+    row, = measured(tmp_path, f"--model={pair_folder}", "--n=100", f"--out={tmp_path}/out.jsonl", "--eval")
+    assert row["n"] == 15 and {"exact", "exact_se", "bleu", "rouge1", "rouge2", "rougeL", "length", "empty", "repetition"} <= row.keys()
+    assert "gen_ppl" not in row and row["sampler"] == "ode" and (row["steps"], row["cfg"]) == (4, 1)
+    found, pairs = sampled_lines(tmp_path / "out.jsonl"), list(few_pairs("tiny_pair", True))
+    assert [line["id"] for line in found] == list(range(15)) and [(line["input"], line["target"]) for line in found] == pairs
+    assert row["exact"] == np.mean([line["text"] == line["target"] for line in found])
+    assert row["bleu"] == sample.compare([line["text"] for line in found], [line["target"] for line in found])["bleu"]
+    again, = measured(tmp_path, f"--eval_file={tmp_path}/out.jsonl")            # its own --out, read back
+    assert (again["bleu"], again["rougeL"]) == (row["bleu"], row["rougeL"])
+
+
+def test_exact_counts_what_is_exact(pair_folder, tmp_path, small_language, monkeypatch):
+    """A network that always reads off the right tokens, and one that is wrong about every third example."""
+    ids = tiny_config.read_pairs(elf.load_config(pair_folder), tiny_config.load_tokenizer(f"{pair_folder}/encoder"), "", 15)[0]
+    right, seen = torch.from_numpy(np.where(ids < 0, ~ids, ids)), []
+
+    def decode_ids(model, z, w):
+        begin = len(seen)
+        seen.extend(z)
+        return right[begin:begin + len(z)]
+    monkeypatch.setattr(elf, "decode_ids", decode_ids)
+    row, = measured(tmp_path, f"--model={pair_folder}", "--n=15", "--steps=1", f"--out={tmp_path}/out.jsonl")
+    assert row["exact"] == 1 and row["distinct"] == 1 and row["length"] == pytest.approx(np.mean([
+        len(line["target"].split()) for line in sampled_lines(tmp_path / "out.jsonl")]))
+    seen.clear()
+    right[::3, -12] = 7                                             # behind a source of 10 or 11 tokens: inside each target
+    row, = measured(tmp_path, f"--model={pair_folder}", "--n=15", "--steps=1")
+    assert row["exact"] == pytest.approx(10 / 15) and row["exact_se"] == pytest.approx(math.sqrt(10 / 15 * 5 / 15 / 14))
+
+
+def test_an_output_without_an_end_is_taken_whole(pair_folder, monkeypatch):
+    """As many positions as there are behind the longest source, from the first one behind this sample's own."""
+    (model, cfg), encoder = elf.load_model(str(pair_folder)), tiny_config.load_encoder(f"{pair_folder}/encoder")
+    rows = np.array([[-9] * n + [1] * (cfg.length - n) for n in (1, 7, cfg.source_length)])
+    monkeypatch.setattr(elf, "decode_ids", lambda model, z, w: torch.arange(100, 100 + cfg.length).expand(len(z), -1))
+    found = sample.generate(model, Setting(sampler="ode", steps=1), 0, [0, 1, 2], 2, encoder, rows)
+    assert found == [list(range(100 + n, 100 + n + cfg.length - cfg.source_length)) for n in (1, 7, cfg.source_length)]
+
+
+def test_a_prompt_and_a_file_of_them_give_a_line_each(pair_folder, tmp_path, capsys):
+    sources = [source for source, _ in few_pairs("tiny_pair", True)] + ["jetzt", "frau " * 30]       # short; cut to source_length
+    (tmp_path / "in.txt").write_text("\n".join(sources) + "\n")
+    capsys.readouterr()
+    found = {}
+    for batch in (4, 100):
+        sample.main([f"--model={pair_folder}", f"--input_file={tmp_path}/in.txt", f"--batch={batch}", f"--out={tmp_path}/out.jsonl"])
+        found[batch] = capsys.readouterr().out.split("\n")
+        lines = sampled_lines(tmp_path / "out.jsonl")
+        assert found[batch] == [line["text"] for line in lines] + [""] and [line["input"] for line in lines] == sources
+    assert found[4] == found[100] and len(set(found[4])) > 3
+    sample.main([f"--model={pair_folder}", f"--prompt={sources[0]}"])
+    assert capsys.readouterr().out == found[4][0] + "\n"
+    cfg, long = elf.load_config(pair_folder), []
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(sample, "condition", lambda encoder, rows, cfg, f=sample.condition: long.append(rows) or f(encoder, rows, cfg))
+    sample.main([f"--model={pair_folder}", f"--prompt={sources[-1]}"])
+    monkey.undo()
+    assert (long[0] < 0).sum() == cfg.source_length and long[0].shape == (1, cfg.length)
+
+
+def test_what_does_not_fit_a_prompt_is_refused(pair_folder, tmp_path, capsys):
+    model = f"--model={pair_folder}"
+    (tmp_path / "in.txt").write_text("jetzt\n\nbald\n")
+    assert "line 2 is empty" in refused(capsys, sample, model, f"--input_file={tmp_path}/in.txt")
+    (tmp_path / "in.txt").write_text("")
+    assert "line 1 is empty" in refused(capsys, sample, model, f"--input_file={tmp_path}/in.txt")
+    assert "none.txt" in refused(capsys, sample, model, "--input_file=none.txt")
+    assert "--prompt" in refused(capsys, sample, model, "--prompt= ")
+    assert "sweep" in refused(capsys, sample, model, "--prompt=jetzt", "--cfg=1,2")
+    cfg = dataclasses.replace(elf.load_config(pair_folder), source_length=0)
+    (tmp_path / "plain").mkdir()
+    elf.save_model(tmp_path / "plain", elf.ELF(cfg).state_dict(), cfg)
+    shutil.copytree(pair_folder / "encoder", tmp_path / "plain/encoder")
+    assert "model with a source" in refused(capsys, sample, f"--model={tmp_path}/plain", "--prompt=jetzt")
+
+
+def test_settings_that_change_nothing_are_not_repeated():
+    pair_cfg, plain = PRESETS["tiny_pair"], PRESETS["tiny"]
+
+    def made(model, **given):
+        given = sample.parse([f"--{name}={value}" for name, value in given.items()], "", Setting())
+        return [(s.sampler, s.steps, s.gamma, s.w, s.cfg, s.sde_start) for s in sample.settings(given, model)]
+    assert made(plain, cfg="1,2,4") == [("sde", 32, 1.5, 2.0, 1.0, "paper")]
+    assert made(pair_cfg, cfg="1,2,4", sampler="ode", gamma="0,1,2") == [("ode", 16, 0.0, 1.0, cfg, "paper") for cfg in (1.0, 2.0, 4.0)]
+    assert made(plain, sampler="ode,sde", gamma="0,1", sde_start="paper,released") == [
+        ("ode", 32, 0.0, 2.0, 1.0, "paper"), ("sde", 32, 1.0, 2.0, 1.0, "paper"), ("sde", 32, 1.0, 2.0, 1.0, "released")]
+    assert made(plain, steps="1,2", gamma="1,2") == [
+        ("ode", 1, 0.0, 2.0, 1.0, "paper"), ("sde", 2, 1.0, 2.0, 1.0, "paper"), ("sde", 2, 2.0, 2.0, 1.0, "paper")]
+    assert made(plain, w="1,2,1") == [("sde", 32, 1.5, w, 1.0, "paper") for w in (1.0, 2.0)]
+    assert len(made(pair_cfg, cfg="1,1.5,2,3,4", w="1,2", steps="8,16")) == 20
+
+
+@pytest.mark.parametrize("sweep", [["--w=1,2,3"], ["--steps=1,2,4", "--sampler=ode,sde", "--gamma=1"], ["--cfg=1,2,3"], ["--grid=uniform,quantile"],
+                                   ["--sampler=ode,sde", "--gamma=1,2", "--seeds=2"]])
+def test_sweeps_are_drawn(pair_folder, pairs_file, tmp_path, sweep, monkeypatch):
+    drawn, plot = [], sample.plot_sweep
+    monkeypatch.setattr(sample, "plot_sweep", lambda lines, path: drawn.append(lines) or plot(lines, path))
+    rows = measured(tmp_path, f"--model={pair_folder}", f"--data={pairs_file}", "--n=4", "--steps=2", *sweep, f"--plot={tmp_path}/a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG") and drawn == [rows] and len(rows) > 1
+    settings = [tuple(row[f.name] for f in dataclasses.fields(Setting)) for row in rows]
+    assert len(set(settings)) == len(rows)
+
+
+def test_a_picture_has_the_curves_and_marks_what_is_degenerate(monkeypatch, tmp_path):
+    figures, canvas = [], sample.canvas
+    monkeypatch.setattr(sample, "canvas", lambda *size: figures.append(canvas(*size)) or figures[-1])
+    base = dataclasses.asdict(Setting()) | {"gen_ppl": 30.0, "gen_ppl_se": 1.0, "entropy": 5.2, "entropy_pooled": 7.0}
+    rows = [base | {"w": w, "gamma": gamma, "gen_ppl": 60 / w + gamma, "entropy": 5.5 - w / 4} | ({"degenerate": True} if w == 3 else {})
+            for gamma in (1.0, 2.0) for w in (3.0, 1.0, 2.0)]
+    sample.plot_sweep(rows, f"{tmp_path}/w.png")
+    sample.plot_sweep([base | {"steps": n, "sampler": sampler} for n in (8, 16) for sampler in ("ode", "sde")], f"{tmp_path}/steps.png")
+    over_w, over_steps = (axis for _, axis in figures)
+    curves = [line for line in over_w.lines if line.get_linestyle() == "-"]
+    assert [list(line.get_xdata()) for line in curves] == [[5.25, 5.0, 4.75]] * 2
+    assert [list(line.get_ydata()) for line in curves] == [[61, 31, 21], [62, 32, 22]]
+    hollow = [tuple(map(float, (*line.get_xdata(), *line.get_ydata()))) for line in over_w.lines if line.get_markerfacecolor() == "white"]
+    assert sorted(hollow) == [(4.75, 21.0), (4.75, 22.0)]
+    assert [text.get_text() for text in over_w.get_legend().get_texts()] == ["gamma 1.0", "gamma 2.0"] and over_w.get_ylabel() == "gen_ppl"
+    assert over_steps.get_xlabel() == "steps" and [t.get_text() for t in over_steps.get_legend().get_texts()] == ["sampler ode", "sampler sde"]
+
+
+def test_a_picture_without_a_sweep_does_not_crash(pair_folder, pairs_file, tmp_path, capsys):
+    """One setting with several seeds, or texts made elsewhere: a picture of something, or one line that refuses."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a b", "target": "a c"}\n')
+    for argv in ([f"--model={pair_folder}", f"--data={pairs_file}", "--n=2", "--steps=1", "--seeds=2"], [f"--eval_file={tmp_path}/a.jsonl"]):
+        try:
+            sample.run(sample.main, [*argv, f"--plot={tmp_path}/a.png"])
+        except SystemExit as stop:
+            assert stop.code == 2 and "--plot" in capsys.readouterr().err
+
+
+def test_errors_over_seeds(pair_folder, pairs_file, tmp_path):
+    argv = [f"--model={pair_folder}", f"--data={pairs_file}", "--n=8", "--steps=2", "--eval"]
+    alone = [measured(tmp_path, *argv, f"--seed={seed}")[0] for seed in (3, 4, 5)]
+    found, = measured(tmp_path, *argv, "--seed=3", "--seeds=3")
+    assert found["seeds"] == 3 and found["n"] == 8
+    for name in ("bleu", "rouge1", "length", "entropy", "distinct", "exact"):
+        values = [row[name] for row in alone]
+        assert found[name] == pytest.approx(np.mean(values)) and found[f"{name}_se"] == pytest.approx(np.std(values, ddof=1) / math.sqrt(3))
+    assert len({row["rouge1"] for row in alone}) == 3
+    assert found["data_entropy"] == alone[0]["data_entropy"]
+
+
+def test_a_run_on_pairs_resumes_exactly(pair_folder, tmp_path, small_language, monkeypatch, capsys):
+    folder, whole = tmp_path / "stopped", train.Trainer.train_step
+
+    def step(self, ids):
+        if self.step == 25:
+            signal.raise_signal(signal.SIGTERM)
+        return whole(self, ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "train_step", step)
+        with pytest.raises(SystemExit):
+            train.main(["--config=tiny_pair", f"--out_dir={folder}", *KEYS])
+    assert weights_of(folder)["step"] == 26
+    train.main(["--config=tiny_pair", f"--out_dir={folder}", "--resume"])
+    assert_same(weights_of(folder), weights_of(pair_folder))
+
+
+# ------------------------------------------------------------------------------- pairs: any data
+
+
+def spied_loss(monkeypatch):
+    """A list that gets the arguments of every call of elf.flow_loss."""
+    seen, flow_loss = [], elf.flow_loss
+    monkeypatch.setattr(elf, "flow_loss", lambda *args: seen.append(args) or flow_loss(*args))
+    return seen
+
+
+def write_pairs(path, columns):
+    names = ("condition_input_ids", "input_ids") if isinstance(columns[0][0], list) else ("input", "output")
+    path.write_text("".join(json.dumps(dict(zip(names, pair)), ensure_ascii=False) + "\n" for pair in columns), encoding="utf-8")
+    return path
+
+
+IDS = [([5 + (3 * i + j) % 30 for j in range(1 + i % 8)], [40 + (i + j) % 30 for j in range(1 + i % 13)]) for i in range(64)]
+
+
+def test_ready_pairs_are_cut_filled_and_counted(tmp_path, monkeypatch, encoders):
+    """Sources of 1 to 8 tokens, of which 6 may stay, targets of 1 to 13, in 12 positions; EOS fills up and counts."""
+    seen, folder = spied_loss(monkeypatch), tmp_path / "run"
+    train.main(["--config=tiny_pair", f"--data={write_pairs(tmp_path / 'ids.jsonl', IDS)}", f"--encoder={encoders['t5']}",
+                f"--out_dir={folder}", *KEYS, "--length=12", "--source_length=6", "--vocab=0", "--steps=4", "--eval_every=4", "--batch=24"])
+    cfg, encoder, rows, heldout = train.load_data(elf.load_config(folder), "cpu", tiny_config.load_encoder(encoders["t5"]))
+    want = [([~i for i in a[:6]] + b + [1] * 12)[:12] for a, b in IDS]
+    assert [part.tolist() for part in (tiny_config.take(rows, range(61)), tiny_config.take(heldout, range(3)))] == [want[:61], want[61:]]
+    x = torch.cat([encoder.model(input_ids=torch.tensor([a[:6] + b])[:, :12]).last_hidden_state[0] for a, b in IDS])
+    assert cfg.latent_std == pytest.approx(x.std().item(), rel=0.1)
+    dropped = 0
+    for _, x, ids, counted, draws, n, source in seen[:4]:
+        assert torch.equal(counted, ~source) and n == counted.sum() and (x[source & draws.drop[:, None]] == 0).all()
+        for k, (row, at) in enumerate(zip(ids.tolist(), source)):
+            s, end = int(at.sum()), (row + [1]).index(1)
+            assert [~i for i in row[:s]] + row[s:] in want and at[:s].all()
+            alone = encoder.encode(torch.tensor([row[s if draws.drop[k] else 0:end]]), cfg, None if draws.drop[k] else
+                                   elf.who_sees(at[None, :end], torch.ones(1, end).bool(), torch.zeros(1).bool()))[0]
+            torch.testing.assert_close(x[k, s if draws.drop[k] else 0:end], alone, rtol=0, atol=1e-4)
+            dropped += int(draws.drop[k])
+    assert 20 < dropped < 60                                        # of 96, 40 % on average
+    sample.main([f"--model={folder}", "--n=3", f"--out={tmp_path}/out.jsonl"])
+    found = sampled_lines(tmp_path / "out.jsonl")
+    assert [line["target"] for line in found] == [encoder.tokenizer.decode(b) for _, b in IDS[61:]]
+    assert [line["input"] for line in found] == [encoder.tokenizer.decode(a) for a, _ in IDS[61:]]
+
+
+def test_latents_are_measured_over_real_positions_with_their_sources(encoders):
+    encoder = tiny_config.load_encoder(encoders["t5"])
+    data = datasets.Dataset.from_dict(dict(zip(("condition_input_ids", "input_ids"), zip(*IDS))))
+    cfg = dataclasses.replace(PLAIN, source_length=6, latent_std=0.0)
+    found, latents = tiny_config.measure_latents(cfg, encoder, tiny_config.Rows(data, cfg, encoder.tokenizer)[range(64)]), []
+    for a, b in IDS:
+        row = torch.tensor([(a[:6] + b)[:12]])
+        at = torch.arange(row.shape[1])[None] < len(a[:6])
+        mask = torch.where(at[:, :, None] & ~at[:, None], torch.finfo(torch.float32).min, 0.0)[:, None]
+        latents.append(encoder.model(input_ids=row, attention_mask=mask).last_hidden_state[0])
+    x = torch.cat(latents)
+    assert (found.latent_mean, found.latent_std) == pytest.approx((x.mean().item(), x.std().item()), rel=1e-4, abs=1e-6)
+
+
+def test_pairs_of_ones_own_train_and_sample(tmp_path, monkeypatch, capsys):
+    rng = random.Random(0)
+    words = {"sun": "soleil", "moon": "lune", "day": "été", "sea": "mer", "</s>": "<pad>"}
+    pairs = [(" ".join(some), " ".join(map(words.get, some))) for some in (rng.choices(list(words), k=rng.randint(1, 6)) for _ in range(80))]
+    data, folder = write_pairs(tmp_path / "pairs.jsonl", pairs), tmp_path / "run"
+    train.main(["--config=tiny_pair", f"--data={data}", f"--out_dir={folder}", *KEYS, "--vocab=300", "--length=40", "--source_length=16"])
+    cfg, encoder, rows, heldout = train.load_data(elf.load_config(folder), "cpu", tiny_config.load_encoder(f"{folder}/encoder"))
+    tokenizer = encoder.tokenizer
+    for row, (source, target) in zip([*rows.tolist(), *heldout.tolist()], pairs, strict=True):
+        a, b = (tokenizer.encode(side, split_special_tokens=True) for side in (source, target))
+        assert row == ([~i for i in a[:16]] + b + [tokenizer.eos_token_id] * 40)[:40]
+    assert len(rows) == 76 and tokenizer.decode(b) == pairs[-1][1]
+    row, = measured(tmp_path, f"--model={folder}", "--eval", f"--out={tmp_path}/out.jsonl", "--cfg=2")
+    assert row["n"] == 4 and "rougeL" in row
+    assert [(line["input"], line["target"]) for line in sampled_lines(tmp_path / "out.jsonl")] == pairs[76:]
+    row, = measured(tmp_path, f"--model={folder}", f"--data={data}", "--n=10", "--batch=3", f"--out={tmp_path}/out.jsonl")    # from a path: from the top
+    assert row["n"] == 10 and [line["target"] for line in sampled_lines(tmp_path / "out.jsonl")] == [target for _, target in pairs[:10]]
+
+
+@pytest.mark.parametrize("content, words", [
+    ([("sun", "soleil")] * 20 + [("sun", "")] + [("sun", "soleil")] * 20, ["example 21 ", " and 0 tokens"]),
+    ([("sun", "soleil")] * 20 + [("", "soleil")], ["example 21 ", "has 0 and "]),
+    ([("sun", "soleil")] * 70 + [("sun", "")], ["example 71 "]), (IDS + [([5], [])], ["example 65 ", "1 and 0"]),
+    (IDS + [([], [5])], ["example 65 ", "0 and 1"]), (IDS[:3] + [([5], [6, 9999])] + IDS, ["example 4 ", "9999"]),
+    (IDS[:3] + [([-2], [6])] + IDS, ["example 4 ", "-2"]), (IDS[:3] + [([5, None], [6])] + IDS, ["example 4 ", "None"]), ([("sun", "soleil"), ("sun", None)] * 9, ["output", "9 of them null"])])
+def test_an_empty_side_names_the_example(tmp_path, capsys, encoders, content, words):
+    path = write_pairs(tmp_path / "pairs.jsonl", content)
+    line = refused(capsys, train, "--config=tiny_pair", f"--data={path}", f"--encoder={encoders['t5']}", "--length=12", "--source_length=6",
+                   "--vocab=0", "--latent_dim=16", f"--out_dir={tmp_path}/new", "--device=cpu")
+    assert all(word in line for word in [f"--data={path}", *words]) and not (tmp_path / "new").exists(), line
+
+
+@pytest.mark.parametrize("config, content, words", [
+    ("tiny_pair", '{"input": "sun"}\n' * 9, ["columns input;", "input and output", "condition_input_ids and input_ids"]),
+    ("tiny_pair", '{"text": "sun"}\n' * 9, ["columns text;", "input and output"]),
+    ("tiny_pair", '{"input_ids": [5, 6]}\n' * 9, ["columns input_ids;", "condition_input_ids"]),
+    ("tiny_pair", '{"input": 3, "output": "sun"}\n' * 9, ["input", "int64", "strings"]),
+    ("tiny_text", '{"input": "sun", "output": "soleil"}\n' * 9, ["columns input, output;", "text", "tiny_pair"]),
+    ("tiny_text", '{"condition_input_ids": [5], "input_ids": [6]}\n' * 9, ["condition_input_ids", "tiny_pair"])])
+def test_what_is_no_pairs_says_what_is_needed(tmp_path, capsys, config, content, words):
+    (tmp_path / "a.jsonl").write_text(content)
+    line = refused(capsys, train, f"--config={config}", f"--data={tmp_path}/a.jsonl", f"--out_dir={tmp_path}/new")
+    assert all(word in line for word in [f"--data={tmp_path}/a.jsonl", *words]) and not (tmp_path / "new").exists(), line
+
+
+@pytest.mark.parametrize("argv", [["--config=tiny_pair", "--data=text.txt"], ["--config=tiny_pair", "--data=tiny"], ["--config=tiny", "--data=tiny_pair"],
+                                  ["--config=tiny", "--source_length=9"], ["--config=tiny_pair", "--source_length=0"]])
+def test_a_source_without_pairs_and_pairs_without_a_source_are_refused(tmp_path, capsys, argv, small_language):
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    line = refused(capsys, train, *argv, f"--out_dir={tmp_path}/new", *SMALL)
+    assert "--data=" in line and not (tmp_path / "new").exists()
+
+
+# ------------------------------------------------------------------------------- texts made elsewhere
+
+
+def test_texts_made_elsewhere_are_measured(tmp_path, judge_folder, capsys):
+    path, judge = tmp_path / "a.jsonl", [f"--judge={judge_folder}"]
+    entries = [{"text": "the sun", "target": "the moon"}, {"generated": "hill moon hill hill", "target": "hill moon"}, {"text": "", "target": "sun"}]
+    write = lambda entries: path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))      # noqa: E731
+    write(entries)
+    texts, targets = ["the sun", "hill moon hill hill", ""], ["the moon", "hill moon", "sun"]
+    row, = measured(tmp_path, f"--eval_file={path}")                # with targets: no judge, and no download of one
+    want = sample.compare(texts, targets)
+    assert row["bleu"] == want["bleu"] and row["rouge1"] == pytest.approx(np.mean(want["rouge1"])) and "gen_ppl" not in row
+    assert row["n"] == 3 and row["empty"] == 1 / 3 and row["repetition"] == pytest.approx(1 / 9)
+    assert row["length"] == 2 and row["entropy"] == pytest.approx((math.log(2) + 0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / 2)      # words
+    row, = measured(tmp_path, f"--eval_file={path}", "--eval", *judge)
+    each = [nats_alone(judge_folder, text) for text in texts]
+    assert row["gen_ppl"] == pytest.approx(math.exp(sum(map(sum, each)) / sum(map(len, each))), rel=1e-5) and row["bleu"] == want["bleu"]
+    write([{"generated": entry.get("text", entry.get("generated"))} for entry in entries])
+    alone, = measured(tmp_path, f"--eval_file={path}", *judge)
+    assert alone["gen_ppl"] == row["gen_ppl"] and "bleu" not in alone and alone["length"] == row["length"]
+    said = capsys.readouterr().out
+    assert "gen_ppl" in said and f"{row['gen_ppl']:.3f} ±{row['gen_ppl_se']:.3f}" in said
+
+
+@pytest.mark.parametrize("content, words", [
+    ('{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', ["line 2 "]), ('{"text": "a"}\n{"text": "b"}\n[3]\n', ["line 3 "]), ("sun\n", ["line 1 "]),
+    ('{"text": "a"}\n{"texts": "b", "id": 3}\n', ["line 2 ", "text", "generated", "texts, id"]), ("", ["line 1 ", "empty"]),
+    ('{"text": "a"}\n\n{"text": "b"}\n', ["line 2 ", "empty"]), ('{"text": null}\n', ["line 1 "]), ('"text"\n', ["line 1 "])])
+def test_broken_lines_are_named(tmp_path, capsys, judge_folder, content, words):
+    (tmp_path / "a.jsonl").write_text(content)
+    line = refused(capsys, sample, f"--eval_file={tmp_path}/a.jsonl", f"--judge={judge_folder}")
+    assert all(word in line for word in [f"--eval_file={tmp_path}/a.jsonl", *words]), line
+
+
+def test_every_text_that_out_wrote_can_be_read_back(tmp_path):
+    texts = ["a\nb", "a\u2028b", "a\x85b\x0cc", "\ufeff", "", "été 🙂", '"\\']
+    sample.write_texts(texts, None, tmp_path / "out.jsonl")
+    assert sample.read_samples(tmp_path / "out.jsonl") == (texts, None)
+
+
+def test_a_judge_that_is_not_there_is_refused(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    assert "hf download no-one/judge" in refused(capsys, sample, f"--eval_file={tmp_path}/a.jsonl", "--judge=no-one/judge")
+
+
+# ------------------------------------------------------------------------------- several processes
+
+RECORDED = """                                                        # torchrun takes a --n for one of its own keys
+import sample
+sys.argv.append("--n=23")
+train.main, follow, start, found = sample.main, sample.follow, sample.start, {}
+def noted(cfg, seed, numbers, device):
+    z, generators = start(cfg, seed, numbers, device)
+    found.update({("noise", i): a.clone() for i, a in zip(numbers, z)})
+    return z, generators
+def followed(model, setting, seed, numbers, *rest):
+    steps = list(follow(model, setting, seed, numbers, *rest))
+    found.update({("z", i): a for i, a in zip(numbers, steps[-1][1])})
+    torch.save(found, f"found{os.environ.get('RANK', 0)}.pt")
+    return steps
+sample.start, sample.follow = noted, followed
+"""
+
+
+def test_samples_depend_neither_on_the_batch_nor_on_the_processes(pair_folder, pairs_file, tmp_path):
+    argv = [f"--model={pair_folder}", f"--data={pairs_file}", "--sampler=sde", "--gamma=1", "--cfg=2", "--steps=5", "--device=cpu"]
+    assert torchrun(RECORDED, *argv, "--batch=5", f"--out={tmp_path}/two.jsonl", f"--json={tmp_path}/two.json") == 0
+    shares = [torch.load(f"found{rank}.pt") for rank in (0, 1)]
+    assert [len(share) for share in shares] == [2 * 12, 2 * 11]
+    for batch in (5, 64):
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in ((sample, "start"), (sample, "follow"), (train, "main"), (sys, "argv")):
+                patch.setattr(module, name, getattr(module, name))          # put back what the code changes
+            sys.argv, space = ["sample.py"], {"train": train, "torch": torch, "os": os, "sys": sys}
+            exec(RECORDED, space)
+            sample.main([*argv, "--n=23", f"--batch={batch}", f"--out={tmp_path}/one.jsonl", f"--json={tmp_path}/one.json"])
+        one, two = space["found"], shares[0] | shares[1]
+        assert one.keys() == two.keys() and len(one) == 46
+        for (kind, i), a in one.items():
+            assert torch.equal(a, two[kind, i]) if kind == "noise" else torch.allclose(a, two[kind, i], rtol=0, atol=1e-4), (kind, i)
+        lines = [sampled_lines(tmp_path / name) for name in ("one.jsonl", "two.jsonl")]
+        assert [line["id"] for line in lines[1]] == list(range(23)) and len({line["text"] for line in lines[0]}) > 5
+        assert [line["input"] for line in lines[0]] == [line["input"] for line in lines[1]]
+        assert sum(a == b for a, b in zip(*lines)) >= 0.99 * 23
+    tables = [json.loads((tmp_path / name).read_text())[0] for name in ("one.json", "two.json")]
+    assert tables[0] | {"seconds": 0} == tables[1] | {"seconds": 0}
+
+
+# ------------------------------------------------------------------------------- presets with a source
+
+
+def test_the_presets_with_a_source_have_the_papers_values():
+    common = dict(encoder="google-t5/t5-small", vocab=32100, latent_dim=512, latent_mean=0, latent_std=0.2, hidden=768, depth=12, heads=12,
+                  bottleneck=128, prefix=4, t_mean=-1.5, t_std=0.8, noise_scale=2, t_floor=0.05, decode_share=0.2, p_mean=0.8, p_std=0.8,
+                  decode_noise_scale=1, w_min=0.5, w_max=5, label_drop=0.1, batch=512, optimizer="muon", lr=0.002, clip=1, ema=0.9999,
+                  epochs=100, steps=0, warmup=5000, cooldown=0, cfg=2, w=1, sample_steps=64, gamma=0)
+    for name, source, length, data in (("wmt14_de_en", 64, 128, "wmt14_de-en_train_t5"), ("xsum", 1024, 1088, "xsum_train_t5")):
+        want = common | dict(source_length=source, length=length, data=f"embedded-language-flows/{data}")
+        assert {key: getattr(elf.PRESETS[name], key) for key in want} == want
+        way, = sample.settings({}, elf.PRESETS[name])
+        assert way == Setting(sampler="ode", steps=64, gamma=0.0, w=1.0, cfg=2.0)
+        assert train.schedule(0, dataclasses.replace(elf.PRESETS[name], steps=10_000)) == 1 / 5000
+
+
+@pytest.mark.parametrize("name, preset, words", [
+    ("ELF-B-de-en-torch", "wmt14_de_en", ["'length': 128", "'source_length': 64"]),
+    ("ELF-B-xsum-torch", "xsum", ["'length': 1088", "'source_length': 1024"])])
+def test_hub_ids_with_a_source_have_their_presets(tmp_path, golden, monkeypatch, capsys, name, preset, words):
+    write_released(tmp_path / "checkpoint_5", golden_state())
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda source, **how: str(tmp_path))
+    cfg = elf.load_model(f"embedded-language-flows/{name}")[1]
+    sizes = {key: getattr(GOLDEN, key) for key in ("vocab", "latent_dim", "hidden", "depth", "heads", "bottleneck", "prefix")}
+    assert cfg == dataclasses.replace(elf.PRESETS[preset], **sizes)
+    said = capsys.readouterr().out
+    assert all(word in said for word in [*words, "'decode_noise_scale': 1.0"])
 
 
 # ------------------------------------------------------------------------------- what the README says, in full (slow)

@@ -115,8 +115,9 @@ def pair(when, who, many, like, does, how_many, which, what, where):
     target = f"the {LIKE[like]} {people if many else person} {verb} {article} {WHICH[which]} {meaning[not one]} {WHERE[where]} {WHEN[when]}"
     return source.strip(), target
 
-def noisy_pair(*slots, rng=random.Random(3)):
+def noisy_pair(*slots):
     """A translation with a source that is wrong in places: each slot is another one in 1 of 10 cases. No source is quite sure."""
+    rng = random.Random(repr(slots))
     wrong = [rng.choice(options) if rng.random() < 0.1 else chosen for options, chosen in zip(PAIR_SLOTS, slots)]
     return pair(*wrong)[0], pair(*slots)[1]
 
@@ -186,6 +187,8 @@ def open_data(source, pairs=False):
     datasets.utils.logging.set_verbosity(50)                                    # its errors are told by ours
     if source in LANGUAGES:
         both = [*made(source), *made(source, heldout=True)]
+        if isinstance(both[0], tuple) != pairs:
+            raise UserError(f"--data={source}: {'lacks' if pairs else 'has'} a source; take its own preset, --config={source}")
         return datasets.Dataset.from_dict(dict(zip(("input", "output"), zip(*both))) if pairs else {"output": both})
     files = find_files(source)
     kinds = {TABLES.get(Path(file).suffix, "text") for file in files}
@@ -249,13 +252,13 @@ class Rows:
             fill = self.tokenizer.eos_token_id
         found = []
         for number, source, target in zip(rows, sources, targets):
-            row = [-1 - i for i in source[:self.cfg.source_length]] + target
-            row = row[:length] if self.cfg.source_length else row
             strange = [i for i in source + target if i not in range(vocab)]
-            if strange or not target or not source and self.cfg.source_length or len(row) > length:
+            too_long = not self.cfg.source_length and len(target) + ("output" in batch) > length      # an end must fit
+            if strange or too_long or not target or not source and self.cfg.source_length:
                 raise UserError(f"--data={self.cfg.data}: example {number + 1} has {len(source)} and {len(target)} tokens, {strange[:3] or 'none'} of "
                                 f"them unknown; neither source nor target may be empty, and --length={length} is the most")
-            found.append(row + [fill] * (length - len(row)))
+            row = [-1 - i for i in source[:self.cfg.source_length]] + target
+            found.append((row + [fill] * length)[:length])
         return np.array(found)
 
     def ids(self, texts):
@@ -271,7 +274,7 @@ def read_pairs(cfg, tokenizer, path, n):
     rows = Rows(open_data(path or cfg.data, pairs=True), cfg, tokenizer)
     rows = (rows if path else split(rows)[1])[:n]
     sides = (list(rows.data[name]) for name in rows.data.column_names)
-    inputs, texts = ([tokenizer.decode(a, skip_special_tokens=True) if isinstance(a, list) else a for a in side] for side in sides)
+    inputs, texts = ([tokenizer.decode(a, skip_special_tokens=True, clean_up_tokenization_spaces=False) if isinstance(a, list) else a for a in side] for side in sides)
     return rows[range(len(rows))], inputs, texts
 
 def unpack(ids, tokenizer, cfg):

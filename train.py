@@ -261,7 +261,7 @@ def evaluate(trainer, heldout, reference, last):
     draws = [elf.draw(cfg, len(part), seeded(cfg.seed, 4, i, device=trainer.device)) for i, part in enumerate(parts)]    # always the same
     _, mse, ce = torch.tensor([trainer.loss(model, *inputs) for inputs in zip(parts, draws)]).mean(0).tolist()
     n, steps = (256, cfg.sample_steps) if last else (32, 16)
-    how, numbers = Setting(steps=steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), list(range(min(n, len(reference.rows))))
+    how, numbers = Setting(steps=steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), list(range(n if reference.stored is None else min(n, len(reference.stored))))
     rows = generate(model, how, cfg.seed, numbers, 32, trainer.encoder, reference.stored)
     rows = [until_end(row, tokenizer.eos_token_id) for row in rows]
     texts = [to_text(tokenizer, row) for row in rows]
