@@ -29,7 +29,8 @@ TINY = Config(
     data="tiny", encoder="scratch", encoder_steps=1500, encoder_lr=0.005, encoder_warmup=0.0135, vocab=0, length=25,
     latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
     batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0)
-TINY_PAIR = dataclasses.replace(TINY, data="tiny_pair", encoder_steps=3000, length=24, source_length=11, sample_steps=16, gamma=0.0, w=1.0)
+TINY_PAIR = dataclasses.replace(TINY, data="tiny_pair", encoder_steps=3000, length=24, source_length=11, hidden=128, heads=4, steps=800, sample_steps=16,
+                                gamma=0.0, w=1.0)
 PRESETS = elf.PRESETS | {"tiny": TINY, "tiny_pair": TINY_PAIR, "tiny_pair_noisy": dataclasses.replace(TINY_PAIR, data="tiny_pair_noisy"),
     "tiny_text": dataclasses.replace(
         TINY, data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
