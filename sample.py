@@ -107,6 +107,8 @@ def nearest(name, names):
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
 
+USERS_FAULTS = (UserError, UnicodeDecodeError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
 def run(main, argv):
     """Runs a program: what the user or the machine got wrong ends as one line, with exit code 2 or 1."""
     try:
@@ -114,10 +116,10 @@ def run(main, argv):
     except BrokenPipeError:                                         # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
+    except (UserError, OSError, UnicodeDecodeError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
         hint = "; try a smaller --micro_batch (or --batch), or --checkpoint_activations" if isinstance(fault, torch.OutOfMemoryError) else ""
         print(f"error: {one_line(fault, 3000) or 'stopped'}{hint}", file=sys.stderr)
-        raise SystemExit(2 if isinstance(fault, (UserError, FileExistsError, NotADirectoryError, PermissionError)) else 1) from None
+        raise SystemExit(2 if isinstance(fault, USERS_FAULTS) else 1) from None
 
 def connect(name):
     """(rank, number of processes, device): where torchrun started several, each has its own GPU and hears the others."""
@@ -212,13 +214,10 @@ def to_text(tokenizer, row):
     """Token ids (a list or a tensor), up to the first end-of-sequence token, as text."""
     return tokenizer.decode(until_end(torch.as_tensor(row).tolist(), tokenizer.eos_token_id), clean_up_tokenization_spaces=False)
 
-def entropy(counts):
-    """Entropy in nats of a Counter of tokens."""
-    total = sum(counts.values())
-    return sum(n / total * math.log(total / n) for n in counts.values())
-
 def entropies(rows):
     """(entropy of each row of tokens that isn't empty, entropy of all of them pooled), in nats."""
+    def entropy(counts):
+        return sum(n / counts.total() * math.log(counts.total() / n) for n in counts.values())
     each = [Counter(row) for row in rows if row]
     return [entropy(counts) for counts in each], entropy(sum(each, Counter()))
 
@@ -408,21 +407,18 @@ def settings(given, cfg):
         found[setting if cfg.source_length else replace(setting, cfg=1.0)] = None
     return list(found)
 
-def read_lines(option, path):
-    """The lines of a text file. Raises UserError where there are none, or one is empty."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")     # splitlines would split at more
-    except (OSError, UnicodeDecodeError) as fault:
-        raise UserError(f"{option}{path}: not to be read ({one_line(fault)})") from None
+def read_lines(path):
+    """The lines of a text file. Raises UserError where one is empty, or all."""
+    lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")         # splitlines would split at more
     for number, line in enumerate(lines, start=1):
         if not line.strip():
-            raise UserError(f"{option}{path}: line {number} is empty")
+            raise UserError(f"{path}: line {number} is empty")
     return lines
 
 def read_samples(path):
     """(texts made elsewhere, from a .jsonl file; what each was to be, or None where that isn't said)."""
     texts, targets = [], []
-    for number, line in enumerate(read_lines("--eval_file=", path), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         try:
             entry = json.loads(line)
             texts.append(entry["text"] if "text" in entry else entry["generated"])
@@ -434,8 +430,11 @@ def read_samples(path):
             raise UserError(f"--eval_file={path}: line {number} lacks the key text (or generated); it has {', '.join(entry)}") from None
     return texts, None if None in targets else targets
 
+CLASHES = {"eval_file": "model prompt input_file data out plot trace", "trace": "out json eval",
+           "prompt": "input_file data eval json plot", "input_file": "data eval json plot"}
+
 def check_files(options):
-    """Refuses what cannot be written, before any work."""
+    """Refuses what cannot be written, and keys that don't go together, before any work."""
     taken = [os.path.abspath(path) for path in (options.data, options.input_file, options.eval_file) if path]
     for name in ("out", "json", "plot"):
         path = getattr(options, name)
@@ -444,12 +443,9 @@ def check_files(options):
         if path and os.path.abspath(path) in taken:
             raise UserError(f"--{name}={path}: what is read and what is written must be different files")
         taken.append(os.path.abspath(path))
-    if options.eval_file and (options.out or options.plot or options.trace):
-        raise UserError("--eval_file only measures texts; --out, --plot and --trace are for texts that a model makes")
-    if options.trace and (options.out or options.json):
-        raise UserError("--trace shows one text; --out and --json write many: use one or the other")
-    if (options.prompt or options.input_file) and (options.eval or options.json or options.data or options.plot):
-        raise UserError("--prompt and --input_file have nothing to compare with: no --eval, --json, --data or --plot beside them")
+    for name, others in CLASHES.items():
+        if clash := [other for other in others.split() if getattr(options, name) and getattr(options, other)]:
+            raise UserError(f"--{name} and --{clash[0]} don't go together")
     if options.plot and not options.plot.endswith(".png"):
         raise UserError(f"--plot={options.plot}: must end in .png")
 
@@ -476,72 +472,76 @@ def report(lines, options):
     if options.plot:
         plot_sweep(lines, options.plot)
 
-def sample_all(model, way, seed, n, options, encoder, stored, rank, world):
-    """generate for the samples 0 to n - 1, each process making its share; every process gets all of them."""
-    mine = np.array_split(range(n), world)[rank].tolist()
-    shares = [generate(model, way, seed, mine, options.batch, encoder, stored)] * world
-    if world > 1:
-        dist.all_gather_object(shares, shares[0])
-    return list(itertools.chain(*shares))
-
-def main(argv):
-    given = parse(argv, __doc__, Options(), Setting())
-    options = Options(**{name: given.pop(name) for name in vars(Options()) if name in given})
-    check_files(options)
-    if bool(options.model) == bool(options.eval_file):
-        raise UserError("--model=FOLDER is missing, a folder that train.py wrote, such as out/tiny; or else --eval_file (not both)")
-    rank, world, device = connect(options.device)
-    if options.eval_file:
-        return report([measure_file(options, device)], options) if rank == 0 else None
+def load(options, given, device):
+    """(model, settings to sample it with, tokenizer, encoder or None, Reference or None, whether the user gave the sources)."""
     model, cfg = elf.load_model(options.model, device, tiny_config.PRESETS.get(options.config))
     accelerate(model, device, options.dtype, options.compile)
     source, ways = options.encoder or tiny_config.encoder_source(options.model, cfg), settings(given, cfg)
-    encoder = tiny_config.load_encoder(source, device, cfg.encoder_dtype) if cfg.source_length else None
-    tokenizer = encoder.tokenizer if encoder else tiny_config.load_tokenizer(source)
-    if len(tokenizer) != cfg.vocab:
-        raise UserError(f"the model has {cfg.vocab} tokens, its encoder's tokenizer, {tokenizer.name_or_path}, has {len(tokenizer)}")
-    inputs = [options.prompt] if options.prompt else read_lines("--input_file=", options.input_file) if options.input_file else None
-    if inputs and not inputs[0].strip():
-        raise UserError("--prompt is empty")
-    if inputs and not encoder:
-        raise UserError("--prompt and --input_file are for a model with a source; this one has none")
+    inputs = [options.prompt] if options.prompt else read_lines(options.input_file) if options.input_file else None
+    if inputs and not (cfg.source_length and inputs[0].strip()):
+        raise UserError("--prompt and --input_file are for a model with a source, which this one lacks, or the prompt is empty")
     if len(ways) * options.seeds > 1 and (inputs or options.out or options.trace):
         raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
     if len(ways) == 1 and options.plot and not options.trace:
         raise UserError("--plot draws a sweep, such as --steps=8,16,32, or with --trace one text taking shape")
+    encoder = tiny_config.load_encoder(source, device, cfg.encoder_dtype) if cfg.source_length else None
+    tokenizer = encoder.tokenizer if encoder else tiny_config.load_tokenizer(source)
+    if len(tokenizer) != cfg.vocab:
+        raise UserError(f"the model has {cfg.vocab} tokens, its encoder's tokenizer, {tokenizer.name_or_path}, has {len(tokenizer)}")
     if inputs:
         ids = tokenizer(inputs, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         rows = [[-1 - i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
         reference = Reference([], [], None, np.array([row[:cfg.length] for row in rows]), inputs)
     else:
         reference = load_reference(cfg, tokenizer, options.data, options.n, options.eval)
-    stored = reference and reference.stored
-    if options.trace:
-        lines = list(trace(model, tokenizer, options.seed, ways[0], encoder, stored))
-        print_trace(lines)
-        return plot_trace(lines, options.plot) if options.plot else None
+    return model, ways, tokenizer, encoder, reference, bool(inputs)
 
-    judge, lines = Judge(options.judge, device) if options.eval and not encoder and rank == 0 else None, []
+def sweep(options, model, ways, tokenizer, encoder, reference, judge, rank, world):
+    """Samples with each of the settings and seeds, each process making a share of the texts. Returns the table, which only the
+    first process has, and the last setting's texts."""
+    lines, stored = [], reference and reference.stored
+    n = options.n if stored is None else len(stored)
+    mine = np.array_split(range(n), world)[rank].tolist()
     for way in ways:
         found = []
         for seed in range(options.seed, options.seed + options.seeds):
-            began, n = time.time(), options.n if stored is None else len(stored)
-            rows = sample_all(model, way, seed, n, options, encoder, stored, rank, world)
-            rows = [until_end(row, tokenizer.eos_token_id) for row in rows]
+            began = time.time()
+            shares = [generate(model, way, seed, mine, options.batch, encoder, stored)] * world
+            if world > 1:
+                dist.all_gather_object(shares, shares[0])
+            rows = [until_end(row, tokenizer.eos_token_id) for share in shares for row in share]
             seconds, texts = time.time() - began, [to_text(tokenizer, row) for row in rows]
-            if rank == 0 and not inputs:
+            if rank == 0 and (reference is None or reference.judge):
                 found.append({"n": n, "seconds": seconds} | measure(texts, rows, reference, judge))
         if found:
             lines.append(asdict(way) | together(found))
         if found and len(ways) > 1:
             print(f"{len(lines)}/{len(ways)}", ", ".join(f"{k}={v}" for k, v in asdict(way).items()), "|", texts[0][:100], flush=True)
+    return lines, texts
+
+def main(argv):
+    given = parse(argv, __doc__, Options(), Setting())
+    options = Options(**{name: given.pop(name) for name in vars(Options()) if name in given})
+    check_files(options)
+    if not (options.model or options.eval_file):
+        raise UserError("--model=FOLDER is missing: a folder that train.py wrote, such as out/tiny")
+    rank, world, device = connect(options.device)
+    if options.eval_file:
+        return report([measure_file(options, device)], options) if rank == 0 else None
+    model, ways, tokenizer, encoder, reference, translate = load(options, given, device)
+    if options.trace:
+        lines = list(trace(model, tokenizer, options.seed, ways[0], encoder, reference and reference.stored))
+        print_trace(lines)
+        return plot_trace(lines, options.plot) if options.plot else None
+    judge = Judge(options.judge, device) if options.eval and not encoder and rank == 0 else None
+    lines, texts = sweep(options, model, ways, tokenizer, encoder, reference, judge, rank, world)
     if rank == 0:
         write_texts(texts, reference, options.out)
-        if inputs:
+        if translate:
             print("\n".join(" ".join(text.split()) for text in texts))
-        else:
-            if len(ways) == 1:
-                print("\n\n".join(texts[:16]) + (f"\n\n... and {len(texts) - 16} more" if len(texts) > 16 else ""))
+        elif len(ways) == 1:
+            print("\n\n".join(texts[:16]) + (f"\n\n... and {len(texts) - 16} more" if len(texts) > 16 else ""))
+        if lines:
             report(lines, options)
     if world > 1:
         dist.destroy_process_group()

@@ -5,7 +5,6 @@ it either obeys all the rules or it doesn't. `tiny_pair` translates from one suc
 learns any text file you give it. All train a small T5 encoder from scratch first (about half a minute) and freeze it,
 as the full-size runs freeze a pretrained one.
 """
-import dataclasses
 import functools
 import glob
 import hashlib
@@ -15,6 +14,7 @@ import random
 import re
 import tempfile
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +29,10 @@ TINY = Config(
     data="tiny", encoder="scratch", encoder_steps=1500, encoder_lr=0.005, encoder_warmup=0.0135, vocab=0, length=25,
     latent_dim=64, latent_std=0.0, hidden=96, depth=4, heads=3, bottleneck=48, prefix=2, noise_scale=1.0, decode_noise_scale=1.0,
     batch=64, steps=1200, lr=0.01, adam_lr=0.003, warmup=0.03, cooldown=0.33, ema=0.998, gamma=1.5, w=2.0)
-TINY_PAIR = dataclasses.replace(TINY, data="tiny_pair", encoder_steps=3000, length=24, source_length=11, hidden=128, heads=4, steps=800, sample_steps=16,
-                                gamma=0.0, w=1.0)
-PRESETS = elf.PRESETS | {"tiny": TINY, "tiny_pair": TINY_PAIR, "tiny_pair_noisy": dataclasses.replace(TINY_PAIR, data="tiny_pair_noisy"),
-    "tiny_text": dataclasses.replace(
+TINY_PAIR = replace(TINY, data="tiny_pair", encoder_steps=3000, length=24, source_length=11, hidden=128, heads=4, steps=800,
+                    sample_steps=16, gamma=0.0, w=1.0)
+PRESETS = elf.PRESETS | {
+    "tiny": TINY, "tiny_pair": TINY_PAIR, "tiny_pair_noisy": replace(TINY_PAIR, data="tiny_pair_noisy"), "tiny_text": replace(
         TINY, data="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
         encoder_steps=2500, encoder_lr=0.003, encoder_warmup=0.2, vocab=4096, length=64)}
 
@@ -81,12 +81,13 @@ def judge_stories(texts):
 
 WHEN = {"gestern": "yesterday", "neulich": "recently", "damals": "then"} | {     # past, present, future by threes
     "jetzt": "now", "heute": "today", "immer": "always"} | {"morgen": "tomorrow", "bald": "soon", "später": "later"}
-WHO = {"frau": "die frauen woman women", "mann": "der männer man men", "kind": "das kinder child children", "dieb": "der diebe thief thieves",
-       "lehrer": "der lehrer teacher teachers", "nachbarin": "die nachbarinnen neighbour neighbours",
+WHO = {"frau": "die frauen woman women", "mann": "der männer man men", "kind": "das kinder child children",
+       "dieb": "der diebe thief thieves", "lehrer": "der lehrer teacher teachers", "nachbarin": "die nachbarinnen neighbour neighbours",
        "mädchen": "das mädchen girl girls", "könig": "der könige king kings"}
 LIKE = {"alt": "old", "jung": "young", "klein": "small", "arm": "poor", "reich": "rich", "groß": "tall"}
-DOES = {"kaufen": "gekauft kauft bought buys buy", "tragen": "getragen trägt carried carries carry", "finden": "gefunden findet found finds find",
-        "sehen": "gesehen sieht saw sees see", "malen": "gemalt malt painted paints paint", "zeichnen": "gezeichnet zeichnet drew draws draw"}
+DOES = {"kaufen": "gekauft kauft bought buys buy", "tragen": "getragen trägt carried carries carry",
+        "finden": "gefunden findet found finds find", "sehen": "gesehen sieht saw sees see",
+        "malen": "gemalt malt painted paints paint", "zeichnen": "gezeichnet zeichnet drew draws draw"}
 LOOKS = ("sehen", "malen", "zeichnen")
 HOW_MANY = {"ein": "a", "zwei": "two", "drei": "three"}
 WHICH = {"alt": "old", "rot": "red", "klein": "small", "neu": "new", "billig": "cheap", "hässlich": "ugly"}
@@ -321,25 +322,25 @@ def fit(cfg, encoder):
     """cfg with the encoder's vocabulary, where it leaves that open. Raises UserError where the encoder doesn't fit."""
     vocab = len(encoder.tokenizer)
     if cfg.encoder == "scratch":                # a tokenizer trained on little text has fewer tokens than it may have
-        cfg = dataclasses.replace(cfg, vocab=min(cfg.vocab, vocab))
+        cfg = replace(cfg, vocab=min(cfg.vocab, vocab))
     last = torch.full((1, cfg.length), vocab - 1, device=encoder.model.device)
     try:
-        width = encoder.encode(last, dataclasses.replace(cfg, latent_std=1.0)).cpu().shape[-1]     # .cpu(): where a GPU's errors show
+        width = encoder.encode(last, replace(cfg, latent_std=1.0)).cpu().shape[-1]     # .cpu(): where a GPU's errors show
     except (RuntimeError, IndexError, ValueError) as error:
         raise UserError(f"--encoder={cfg.encoder}: fails on {cfg.length} tokens of number {vocab - 1} ({one_line(error)})") from None
     for name, value in (("vocab", vocab), ("latent_dim", width)):
         if getattr(cfg, name) not in (0, value):
             raise UserError(f"--{name}={getattr(cfg, name)}: the encoder has {value}")
-    return dataclasses.replace(cfg, vocab=vocab)
+    return replace(cfg, vocab=vocab)
 
 def measure_latents(cfg, encoder, rows):
     """cfg with the latents' mean and std over all real tokens of some rows, evenly spread over the data, about 65,536 in all."""
-    n, raw, found = max(2 ** 16 // cfg.length, 1), dataclasses.replace(cfg, latent_mean=0.0, latent_std=1.0), []
+    n, raw, found = max(2 ** 16 // cfg.length, 1), replace(cfg, latent_mean=0.0, latent_std=1.0), []
     for part in take(rows, range(0, len(rows), max(len(rows) // n, 1))[:n]).to(encoder.model.device).split(64):
         ids, source, _, real = unpack(part, encoder.tokenizer, cfg)
         found.append(encoder.encode(ids, raw, elf.who_sees(source, real, torch.zeros_like(real[:, 0])))[real])
     x = torch.cat(found)
-    return dataclasses.replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
+    return replace(cfg, latent_mean=x.mean().item(), latent_std=x.std().item())
 
 def words_of(text):
     """Its words: runs of letters, in lower case."""
