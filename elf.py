@@ -10,7 +10,8 @@ Time runs from 0 (noise) to 1 (data).
 Shapes:  B examples (sequences) of a batch, L positions of a sequence, D latent width (the encoder's), H hidden width
 of the network, V vocabulary size; inside the network N = 3 prefix + L tokens, control tokens in front.
 Symbols: x clean latents, z noisy ones, x_hat the network's guess of x, x_prev its previous guess, v velocity,
-eps noise, w guidance scale of self-conditioning.
+eps noise, w guidance scale of self-conditioning. To translate or to summarise, a source stands in front, clean at every
+time (cond: its latents; cfg: guidance scale of it); on a first reading skip who_sees, keep and guess.
 """
 import dataclasses
 import json
@@ -63,7 +64,7 @@ class Config:
     encoder_warmup: float = key(0.2, "share of it in which that rate rises from 0", above=0, below=1)
     vocab: int = key(32100, "V: tokens the tokenizer knows (0: take the tokenizer's), not the encoder's padded matrix", at_least=0)
     length: int = key(1024, "L: positions of a sequence", at_least=1)
-    source_length: int = key(0, "translation and the like: most positions of the source, in front of the target (0: no source)", at_least=0)
+    source_length: int = key(0, "translation and the like: most tokens of the source, counted in length (0: no source)", at_least=0)
     latent_dim: int = key(512, "D: width of the encoder's embeddings", at_least=1)
     latent_mean: float = key(0.0, "subtracted from the embeddings")
     latent_std: float = key(0.2, "the embeddings are divided by this (0 or `auto`: measure mean and std on 65,536 tokens)", at_least=0)
@@ -84,7 +85,7 @@ class Config:
     decode_noise_scale: float = key(5.0, "standard deviation of the noise that decode examples get", above=0)
     w_min: float = key(0.5, "smallest guidance scale w seen in training; 1 + w is log-uniform", above=0)
     w_max: float = key(5.0, "largest guidance scale w seen in training", above=0)
-    label_drop: float = key(0.1, "share of the examples with a source that train without it, so that it can guide", at_least=0, below=1)
+    label_drop: float = key(0.1, "share of the examples trained with the source hidden, which guidance by it needs", at_least=0, below=1)
     # optimisation
     batch: int = key(512, "sequences per step, of all processes together", at_least=3)
     steps: int = key(0, "training steps (0: as many as `epochs` need)", at_least=0)
@@ -92,7 +93,7 @@ class Config:
     optimizer: str = key("muon", "muon (Adam on all but the 2-D weights), or adamw for all", one_of=("muon", "adamw"))
     lr: float = key(0.002, "learning rate of Muon (or AdamW); never scaled with the batch", above=0)
     adam_lr: float = key(0.0, "learning rate of Adam beside Muon (0: the same as lr)", at_least=0)
-    warmup: float = key(0.1, "share of the steps in which the learning rate rises from 0; from 1 on, their number", at_least=0)
+    warmup: float = key(0.1, "share of the steps, or if 1 or more their number, in which the learning rate rises from 0", at_least=0)
     cooldown: float = key(0.0, "share of the steps, at the end, in which it falls back to 0", at_least=0)
     clip: float = key(1.0, "largest norm of the gradient", above=0)
     ema: float = key(0.9999, "decay of the weights' running average (warmed up); samples come from the average", at_least=0, below=1)
@@ -102,7 +103,7 @@ class Config:
     sample_steps: int = key(32, "default of sample.py: steps from noise to data; the decode call comes on top", at_least=1)
     gamma: float = key(1.5, "default of sample.py: how much noise an SDE step puts back", at_least=0)
     w: float = key(3.0, "default of sample.py: guidance scale of self-conditioning; 1 is no guidance", above=0)
-    cfg: float = key(1.0, "default of sample.py: guidance scale of the source, where there is one; 1 is no guidance", at_least=0)
+    cfg: float = key(1.0, "default of sample.py: guidance scale of the source; 1 is no guidance, 0 ignores it", at_least=0)
 
     def __post_init__(self):
         check(self)
@@ -114,7 +115,8 @@ class Config:
             if not ok:
                 raise UserError(f"{name}={getattr(self, name)}: {rule}")
 
-WITH_SOURCE = Config(source_length=64, length=128, decode_noise_scale=1.0, epochs=100.0, warmup=5000.0, sample_steps=64, gamma=0.0, w=1.0, cfg=2.0)
+WITH_SOURCE = Config(                               # what the two tasks with a source have in common (Sec. 4.3, table 9)
+    source_length=64, length=128, decode_noise_scale=1.0, epochs=100.0, warmup=5000.0, sample_steps=64, gamma=0.0, w=1.0, cfg=2.0)
 PRESETS = {         # the warmup of the owt presets is half an epoch
     "owt_b": Config(),
     "owt_m": Config(hidden=1056, depth=24, heads=16, epochs=4.0, warmup=0.125),
@@ -322,10 +324,10 @@ def guidance_target(v, v_sc, v_no, w):
     return v + (1 - 1 / w)[:, None, None] * (v_sc - v_no)
 
 def who_sees(source, real, drop):
-    """With a source (Sec. 3.3): which positions the encoder lets each one see, (B, L, L) bool.
+    """Which positions the encoder lets each one see (Sec. 3.3), (B, L, L) bool.
 
-    The source (B, L) bool sees itself alone. All others see every real token (B, L) bool, so not what fills up behind
-    the target, but not the source where it is dropped (B,) bool; its latents have to become zeros there, too.
+    A source (B, L) bool sees itself alone. All others see what is real (B, L) bool, which is the source and the target
+    before its end, but not the source where it is dropped (B,) bool; there the caller sets its latents to zero, too.
     """
     seen = real & ~(source & drop[:, None])                                     # by all positions but the source's
     return torch.where(source[:, :, None], source[:, None], seen[:, None])
@@ -337,35 +339,36 @@ def keep(z, x, source):
 def flow_loss(model, x, ids, counted, draws, n=None, source=None):
     """The training loss (Algs. 1 and 3): velocity MSE, Eq. (1), and cross-entropy, Eq. (2), on the two kinds of example.
 
-    x (B, L, D): clean latents of ids (B, L); counted (B, L) bool: the positions that count; draws: from `draw`, with
-    examples of each kind; source (B, L) bool: positions that stay clean and don't count. Returns three scalars: the
-    loss, in expectation (1 - decode_share) MSE + decode_share CE, and the plain means MSE and CE. n: the number of
-    counted positions of the whole batch, where this is a part of it; the losses of the parts then add up to the batch's.
+    x (B, L, D): clean latents of ids (B, L), zeros where draws.drop drops a source; counted (B, L) bool: the positions
+    that count, none of the source's; draws: from `draw`, with examples of each kind; source (B, L) bool: positions that
+    stay clean. Returns three scalars: the loss, in expectation (1 - decode_share) MSE + decode_share CE, and the plain
+    means MSE and CE. n: the number of counted positions of the whole batch, where this is a part of it; the losses of
+    the parts then add up to the batch's.
     """
     cfg = model.cfg
-    decode, sc, t, w, p, eps, _ = draws
+    decode, sc, t, w, p, eps, _ = draws             # the last one, drop, is the caller's: see x
     source = torch.zeros_like(counted) if source is None else source
     scale = torch.where(decode, cfg.decode_noise_scale, cfg.noise_scale)[:, None, None]
-    clean = torch.where(decode[:, None], p, t[:, None])                         # (B, L) by token, or by sequence
-    z = corrupt(x, clean.masked_fill(source, 1.0), scale * eps)                 # (B, L, D)
+    level = torch.where(decode[:, None], p, t[:, None])                         # (B, L) by token, or by sequence; 1 is clean
+    z = corrupt(x, level.masked_fill(source, 1.0), scale * eps)                 # (B, L, D)
     t = torch.where(decode, 1.0, t)                 # decode examples: noise by p, but the network is told t = 1
 
-    x_prev = keep(torch.zeros_like(x), x, source & ~decode[:, None])    # the self-conditioning input: zero, or a first guess
-    with torch.no_grad():
-        x_prev[sc] = keep(model.denoise(z[sc], t[sc], x_prev[sc], w[sc]), x[sc], source[sc])    # made from zero
+    x_prev = keep(torch.zeros_like(x), x, source & ~decode[:, None])    # the self-conditioning input: zero, but for a source,
+    with torch.no_grad():                                               # or a first guess, made from that; to decode, all zero
+        x_prev[sc] = keep(model.denoise(z[sc], t[sc], x_prev[sc], w[sc]), x[sc], source[sc])
     x_hat, logits = model(z, t, x_prev, w, decode)
 
-    denoise = ~decode                               # M examples; all v are (M, L, D)
+    denoise = ~decode                               # M examples; all v are (M, L, D); decode, sc, counted, ids are still of B
     x, z, t, w, x_prev = (a[denoise] for a in (x, z, t, w, x_prev))
     v = velocity(x, z, t, cfg.t_floor)                              # the true velocity
     v_hat = velocity(x_hat, z, t, cfg.t_floor)                      # the network's; where sc, with self-conditioning
     v_no = velocity(x_prev, z, t, cfg.t_floor)                      # the first guess's, without it; used where sc
-    guided = guidance_target(v, v_hat.detach(), v_no, w)
+    guided = guidance_target(v, v_hat.detach(), v_no, w)            # where sc, v_hat is v_sc
     target = torch.where(sc[denoise][:, None, None], guided, v)
 
     se = (v_hat - target).square().mean(-1)[counted[denoise]]       # one number per counted denoise position
     ce = F.cross_entropy(logits.flatten(0, 1), ids[decode].flatten(), reduction="none")[counted[decode].flatten()]
-    share = decode.float().mean()                   # the real share, of whole examples: the weights make up for it
+    share = decode.float().mean()                   # the share after rounding: the weights restore decode_share
     total = cfg.decode_share / share * ce.sum() + (1 - cfg.decode_share) / (1 - share) * se.sum()
     return total / (counted.sum() if n is None else n), se.mean(), ce.mean()
 
@@ -395,21 +398,21 @@ def gaussian(like, generator):
         return torch.stack([torch.randn(like.shape[1:], generator=g) for g in generator]).to(like.device)
     return torch.randn(like.shape, generator=generator).to(like.device)
 
-def guess(model, z, t, x_prev, w, cond, source, cfg):
-    """x_hat (B, L, D), guided by the source's clean latents cond, if cfg isn't 1: x_no + cfg (x_with - x_no), and so v too.
+def guess(model, z, t, x_prev, w, cond, cond_mask, cfg):
+    """x_hat (B, L, D), guided by a source, cond at cond_mask (B, L), if cfg isn't 1: x_no + cfg (x_with - x_no), and so v too.
 
-    Both come from one call on twice the batch, with the source's latents in z and x_prev, and with zeros instead.
+    x_no sees zeros for the source, in z and in x_prev, x_with sees cond; one call on twice the batch makes both.
     """
-    sources = [cond] if cfg == 1 else [torch.zeros_like(cond), cond]
-    z, x_prev = (torch.cat([keep(a, latents, source) for latents in sources]) for a in (z, x_prev))
-    x_hats = model.denoise(z, t.repeat(len(sources)), x_prev, w.repeat(len(sources))).chunk(len(sources))
-    return keep(torch.lerp(x_hats[0], x_hats[-1], cfg), cond, source)
+    given = [cond] if cfg == 1 else [torch.zeros_like(cond), cond]
+    z, x_prev = (torch.cat([keep(a, latents, cond_mask) for latents in given]) for a in (z, x_prev))
+    x_hats = model.denoise(z, t.repeat(len(given)), x_prev, w.repeat(len(given))).chunk(len(given))
+    return keep(torch.lerp(x_hats[0], x_hats[-1], cfg), cond, cond_mask)        # cfg 1: there is only the one
 
 @torch.no_grad()
 def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None, *, cond=None, cond_mask=None, cfg=1.0):
     """Follows the flow along grid, by Alg. 5 (ODE) or Alg. 6 (inspired by SDEs); the arguments are those of `sample`.
 
-    Yields t (float), z and x_hat (B, L, D) after each step.
+    Yields after each step t (float), z and the x_hat that it followed, both (B, L, D).
     """
     if sampler not in ("ode", "sde"):
         raise ValueError(f"sampler={sampler}: takes ode or sde")
@@ -419,7 +422,7 @@ def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper
         cond, cond_mask, cfg = z, z.new_zeros(z.shape[:2], dtype=torch.bool), 1
     times = grid.to(z)[:, None].expand(-1, len(z))                              # (steps + 1, B)
     w = z.new_full((len(z),), w)                                                # (B,)
-    z, x_hat = keep(z, cond, cond_mask), torch.zeros_like(z)                    # no guess yet
+    x_hat = torch.zeros_like(z)                                                 # no guess yet
     for step, (t, t_next) in enumerate(pairwise(times), start=1):
         z_back, t_back = z, t
         if sampler == "sde" and step < len(grid) - 1:                           # go back a little; not in the last step
@@ -428,17 +431,17 @@ def trajectory(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper
             z_back = corrupt(z, alpha[:, None], noise)                          # alpha z + (1 - alpha) noise
             t_back = alpha * t
         x_hat = guess(model, z_back, t_back, x_hat, w, cond, cond_mask, cfg)    # the previous guess goes in, the next comes out
-        if sde_start == "released":                                             # step from there; the paper steps from (z, t)
+        if sde_start == "released":                                             # steps from (z_back, t_back); the paper's from (z, t)
             z, t = z_back, t_back
         z = keep(euler(z, x_hat, t, t_next, model.cfg.t_floor), cond, cond_mask)
         yield grid[step].item(), z, x_hat
 
 def sample(model, z, grid, sampler="ode", gamma=0.0, w=1.0, sde_start="paper", generator=None, *, cond=None, cond_mask=None, cfg=1.0):
-    """Carries z (B, L, D), cfg.noise_scale times standard noise, along grid (steps + 1,) to t = 1; returns it there.
+    """Carries z (B, L, D), model.cfg.noise_scale times standard noise, along grid (steps + 1,) to t = 1; returns it there.
 
     sampler: `ode`, or `sde`, which before every network call but the last mixes in new noise, and so takes t back to
-    (1 - gamma dt) t; gamma >= 0, at 0 it is the ODE. w: guidance scale of self-conditioning, trained on [cfg.w_min,
-    cfg.w_max], 1 is none. sde_start: an SDE step starts from the state before (`paper`, Alg. 6) or after (`released`).
+    (1 - gamma dt) t, never below 0; gamma >= 0, at 0 it is the ODE. w: guidance scale of self-conditioning, trained on w_min to
+    w_max, 1 is none. sde_start: an SDE step starts from the state before (`paper`, Alg. 6) or after (`released`).
     generator: a CPU torch.Generator, or a list with one per example, so that no sample depends on its batch.
     cond (B, L, D): clean latents of a source at the positions cond_mask (B, L) bool, which stay as they are; cfg: guidance
     scale of that source, 1 is none, any other makes each call twice as large.
@@ -504,7 +507,7 @@ def load_model(source, device="cpu", base=None):
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path}: missing, damaged, more than plain weights, or not those of such a model: {one_line(repr(error), 2000)}") from None
+        raise UserError(f"{path}: missing, damaged, more than plain weights, or no ELF's: {one_line(repr(error), 2000)}") from None
     return model.to(device).eval(), cfg
 
 def find_weights(source):
@@ -548,7 +551,7 @@ class Encoder:
 
     @torch.no_grad()
     def encode(self, ids, cfg, sees=None):
-        """ids (B, L) -> latents (B, L, D), normalised. sees (B, L or 1, L) bool: which positions each may look at (None: all)."""
+        """ids (B, L) -> latents (B, L, D), normalised. sees (B, L, L) or (B, 1, L) bool: which positions each may look at (None: all)."""
         dtype = self.model.dtype    # the mask is additive and 4-D: right under every attention backend, as no other kind is
         mask = None if sees is None else torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
         return (self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float() - cfg.latent_mean) / cfg.latent_std

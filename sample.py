@@ -61,14 +61,15 @@ class Options:
 
 @dataclass(frozen=True)
 class Setting:
-    """How to sample. Comma lists sweep (--steps=8,16,32); steps, gamma, w and cfg, if not given, are the model's own."""
+    """How to sample. Comma lists sweep (--steps=8,16,32). Of steps, gamma, w and cfg the model's own are the real defaults."""
     sampler: str = key("sde", "sde puts some noise back before each step, ode doesn't", one_of=("ode", "sde"))
     steps: int = key(32, "steps from noise to data, not counting the decode call", at_least=1)
     gamma: float = key(1.5, "how much noise an SDE step puts back", at_least=0)
     w: float = key(3.0, "guidance scale of self-conditioning, 1 is none", above=0)
     cfg: float = key(1.0, "guidance scale of the source, where there is one; 1 is none", at_least=0)
     grid: str = key("logit_normal", "the steps' times", one_of=("logit_normal", "uniform", "quantile"))
-    sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back", one_of=("paper", "released"))
+    sde_start: str = key("paper", "an SDE step starts from the state before (paper) or after (released) noise came back",
+                         one_of=("paper", "released"))
     __post_init__ = check
 
 # ------------------------------------------------------------------------------------------ command line
@@ -117,7 +118,7 @@ def run(main, argv):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (UserError, OSError, UnicodeDecodeError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
-        hint = "; try a smaller --micro_batch (or --batch), or --checkpoint_activations" if isinstance(fault, torch.OutOfMemoryError) else ""
+        hint = "; try a smaller --micro_batch or --batch, or --checkpoint_activations" * isinstance(fault, torch.OutOfMemoryError)
         print(f"error: {one_line(fault, 3000) or 'stopped'}{hint}", file=sys.stderr)
         raise SystemExit(2 if isinstance(fault, USERS_FAULTS) else 1) from None
 
@@ -186,7 +187,7 @@ def generate(model, setting, seed, numbers, batch, encoder=None, rows=None):
         part = None if rows is None else rows[some]
         *_, (_, z, _) = follow(model, setting, seed, some, encoder, part)
         ids = torch.cat([elf.decode_ids(model, a, setting.w).cpu() for a in z.split(16)])       # few at a time: logits are L x V each
-        begin = [0] * len(some) if rows is None else (part < 0).sum(1)
+        begin = [0] * len(some) if rows is None else (part < 0).sum(1)                          # a source's ids are stored as ~id
         found += [row[n:n + cfg.length - cfg.source_length] for row, n in zip(ids.tolist(), begin)]
     return found
 
@@ -275,7 +276,7 @@ class Reference(NamedTuple):
     """What samples are compared with: texts of the data that training hasn't seen."""
     texts: list
     rows: list                      # the same as token ids
-    judge: Callable                 # texts -> measures of them; of a mean over texts the list
+    judge: Callable                 # texts -> measures: numbers, or a list where it is a mean over the texts
     stored: np.ndarray = None       # models with a source: the rows (n, L) that hold it
     inputs: list = None             # the same sources as text
 
@@ -398,7 +399,10 @@ def plot_sweep(lines, path):
 # ------------------------------------------------------------------------------------------ the program
 
 def settings(given, cfg):
-    """The settings to sample a model with: every combination of the comma lists given, each once; the rest as its Config says."""
+    """The settings to sample a model with: every combination of the comma lists given, each once; the rest as its Config says.
+
+    An SDE that puts no noise back is the ODE, and is called so.
+    """
     base, found = Setting(steps=cfg.sample_steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), {}
     for values in itertools.product(*given.values()):
         setting = replace(base, **dict(zip(given, values)))
@@ -490,7 +494,7 @@ def load(options, given, device):
         raise UserError(f"the model has {cfg.vocab} tokens, its encoder's tokenizer, {tokenizer.name_or_path}, has {len(tokenizer)}")
     if inputs:
         ids = tokenizer(inputs, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        rows = [[-1 - i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
+        rows = [[~i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
         reference = Reference([], [], None, np.array([row[:cfg.length] for row in rows]), inputs)
     else:
         reference = load_reference(cfg, tokenizer, options.data, options.n, options.eval)

@@ -1,4 +1,4 @@
-"""What a laptop needs to run ELF offline: two tiny languages with exact checkers, and a small encoder.
+"""What a laptop needs to run ELF offline: tiny languages with exact checkers, and a small encoder.
 
 `tiny` learns a language of short stories that is written down here, so that every sample can be judged exactly:
 it either obeys all the rules or it doesn't. `tiny_pair` translates from one such language to another, `tiny_text`
@@ -118,7 +118,7 @@ def pair(when, who, many, like, does, how_many, which, what, where):
     return source.strip(), target
 
 def noisy_pair(*slots):
-    """A translation with a source that is wrong in places: each slot is another one in 1 of 10 cases. No source is quite sure."""
+    """A translation with a source that is wrong in places: each slot is another one in 1 of 10 cases. Any source may be wrong."""
     rng = random.Random(repr(slots))
     wrong = [rng.choice(options) if rng.random() < 0.1 else chosen for options, chosen in zip(PAIR_SLOTS, slots)]
     return pair(*wrong)[0], pair(*slots)[1]
@@ -234,7 +234,7 @@ def open_folder(source):
     return datasets.load_from_disk(top) if top else datasets.load_dataset(str(source))
 
 class Rows:
-    """Ready-made rows as an array (N, L) of token ids, filled up with PAD; or of a source's, as ~id, a target's, and EOS."""
+    """An array (N, L) of ready rows: token ids, filled up with PAD; or a source's as ~id, a target's, then EOS. Slices are Rows, too."""
 
     def __init__(self, data, cfg, tokenizer):
         self.data, self.cfg, self.tokenizer = data, cfg, tokenizer
@@ -257,9 +257,9 @@ class Rows:
             strange = [i for i in source + target if i not in range(vocab)]
             too_long = not self.cfg.source_length and len(target) + ("output" in batch) > length      # an end must fit
             if strange or too_long or not target or not source and self.cfg.source_length:
-                raise UserError(f"--data={self.cfg.data}: example {number + 1} has {len(source)} and {len(target)} tokens, {strange[:3] or 'none'} of "
-                                f"them unknown; neither source nor target may be empty, and --length={length} is the most")
-            row = [-1 - i for i in source[:self.cfg.source_length]] + target
+                raise UserError(f"--data={self.cfg.data}: example {number + 1} has {len(source)} and {len(target)} tokens, "
+                                f"{strange[:3] or 'none'} of them unknown; no side may be empty, and --length={length} is the most")
+            row = [~i for i in source[:self.cfg.source_length]] + target
             found.append((row + [fill] * length)[:length])
         return np.array(found)
 
@@ -275,12 +275,16 @@ def read_pairs(cfg, tokenizer, path, n):
     """(rows (n, L) as they are stored, sources, targets) of n examples with a source: of a path, or held out from training."""
     rows = Rows(open_data(path or cfg.data, pairs=True), cfg, tokenizer)
     rows = (rows if path else split(rows)[1])[:n]
-    sides = (list(rows.data[name]) for name in rows.data.column_names)
-    inputs, texts = ([tokenizer.decode(a, skip_special_tokens=True, clean_up_tokenization_spaces=False) if isinstance(a, list) else a for a in side] for side in sides)
+    def text(a):
+        return a if isinstance(a, str) else tokenizer.decode(a, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    inputs, texts = (list(map(text, rows.data[name])) for name in rows.data.column_names)
     return rows[range(len(rows))], inputs, texts
 
 def unpack(ids, tokenizer, cfg):
-    """Rows as they are stored (B, L) -> token ids, and which positions are a source's, count in the loss, and are seen."""
+    """Rows as they are stored (B, L) -> token ids, and (B, L) bool: positions of a source, that count in the loss, that are real.
+
+    With a source the EOS that fill up the row count, as the model must end its text, but the encoder doesn't see them.
+    """
     source, ids = ids < 0, torch.where(ids < 0, ~ids, ids)
     if cfg.source_length == 0:
         real = ids != tokenizer.pad_token_id
@@ -432,8 +436,7 @@ def train_encoder(rows, tokenizer, cfg, share=0.3):
         feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
     optimizer, losses = torch.optim.AdamW(encoder.parameters(), cfg.encoder_lr), []
     for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
-        clean = take(rows, torch.randint(len(rows), (batch,)))                          # (batch, L)
-        clean, source, _, real = unpack(clean, tokenizer, cfg)
+        clean = unpack(take(rows, torch.randint(len(rows), (batch,))), tokenizer, cfg)[0]   # (batch, L)
         masked = torch.rand(clean.shape) < share
         h = encoder(input_ids=clean.masked_fill(masked, tokenizer.mask_token_id)).last_hidden_state
         logits = F.linear(h[masked] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled

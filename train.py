@@ -244,7 +244,7 @@ class Trainer:
         return {"loss": loss, "mse": mse / parts, "ce": ce / parts, "grad_norm": norm, "lr": cfg.lr * schedule(self.step - 1, cfg)}
 
     def loss(self, model, ids, draws, n=None):
-        """flow_loss of token ids (B, L); PAD neither counts nor is seen by the encoder."""
+        """flow_loss of rows (B, L) as they are stored. A dropped source is hidden from the encoder's target, and its latents are zero."""
         ids, source, counted, real = tiny_config.unpack(ids, self.encoder.tokenizer, self.cfg)
         sees = elf.who_sees(source, real, draws.drop) if self.cfg.source_length else None if real.all() else real[:, None]
         x = self.encoder.encode(ids, self.cfg, sees).masked_fill((source & draws.drop[:, None])[..., None], 0)
@@ -261,8 +261,9 @@ def evaluate(trainer, heldout, reference, last):
     draws = [elf.draw(cfg, len(part), seeded(cfg.seed, 4, i, device=trainer.device)) for i, part in enumerate(parts)]    # always the same
     _, mse, ce = torch.tensor([trainer.loss(model, *inputs) for inputs in zip(parts, draws)]).mean(0).tolist()
     n, steps = (256, cfg.sample_steps) if last else (32, 16)
-    how, numbers = Setting(steps=steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), list(range(n if reference.stored is None else min(n, len(reference.stored))))
-    rows = generate(model, how, cfg.seed, numbers, 32, trainer.encoder, reference.stored)
+    n = n if reference.stored is None else min(n, len(reference.stored))
+    how = Setting(steps=steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg)
+    rows = generate(model, how, cfg.seed, list(range(n)), 32, trainer.encoder, reference.stored)
     rows = [until_end(row, tokenizer.eos_token_id) for row in rows]
     texts = [to_text(tokenizer, row) for row in rows]
     figures = {"heldout_mse": mse, "heldout_ce": ce} | measure(texts, rows, reference)
