@@ -19,6 +19,7 @@ import operator
 import os
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -498,9 +499,8 @@ def load_model(source, device="cpu", base=None):
             cfg, state = load_config(path.parent), load_file(path)
         else:
             sizes, state = from_released(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["ema_params1"])
-            cfg = dataclasses.replace(base or PRESETS[RELEASED.get(os.path.basename(source), "owt_b")], **sizes)
-            assumed = {name: getattr(cfg, name) for name in ("length", "source_length", "latent_std", "noise_scale", "decode_noise_scale")}
-            print(f"{path}: {sizes}; the rest is the preset's (--config), such as {assumed}")
+            preset = next((RELEASED[part] for part in Path(source).absolute().parts if part in RELEASED), "owt_b")
+            cfg = dataclasses.replace(base or PRESETS[preset], **sizes)
         with torch.device("meta"):                                  # no memory, no initial draw: the weights come from the file
             model = ELF(cfg)
         model.load_state_dict(state, assign=True)
@@ -508,6 +508,9 @@ def load_model(source, device="cpu", base=None):
         raise
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         raise UserError(f"{path}: missing, damaged, more than plain weights, or no ELF's: {one_line(repr(error), 2000)}") from None
+    if path.suffix != ".safetensors":                               # not to stdout, which may hold texts alone
+        assumed = {name: getattr(cfg, name) for name in ("length", "source_length", "latent_std", "noise_scale", "decode_noise_scale")}
+        print(f"{path}: {sizes}; the rest is the preset's (--config), such as {assumed}", file=sys.stderr)
     return model.to(device).eval(), cfg
 
 def find_weights(source):
@@ -543,6 +546,10 @@ def from_released(state):
         state[f"{name}.bias"] = state.pop(f"{name}_bias")
     return sizes, state
 
+def additive(sees, dtype):
+    """The encoder's mask for sees (B, L or 1, L): additive and 4-D, right under every attention backend, as no other kind is."""
+    return None if sees is None else torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+
 class Encoder:
     """A frozen text encoder and its tokenizer: text <-> token ids -> latents."""
 
@@ -552,9 +559,8 @@ class Encoder:
     @torch.no_grad()
     def encode(self, ids, cfg, sees=None):
         """ids (B, L) -> latents (B, L, D), normalised. sees (B, L, L) or (B, 1, L) bool: which positions each may look at (None: all)."""
-        dtype = self.model.dtype    # the mask is additive and 4-D: right under every attention backend, as no other kind is
-        mask = None if sees is None else torch.where(sees, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
-        return (self.model(input_ids=ids, attention_mask=mask).last_hidden_state.float() - cfg.latent_mean) / cfg.latent_std
+        x = self.model(input_ids=ids, attention_mask=additive(sees, self.model.dtype)).last_hidden_state
+        return (x.float() - cfg.latent_mean) / cfg.latent_std
 
     def save(self, folder):
         self.model.save_pretrained(folder)

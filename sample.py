@@ -117,7 +117,7 @@ def run(main, argv):
     except BrokenPipeError:                                         # the reader of our output has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
-    except (UserError, OSError, UnicodeDecodeError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
+    except (UserError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as fault:
         hint = "; try a smaller --micro_batch or --batch, or --checkpoint_activations" * isinstance(fault, torch.OutOfMemoryError)
         print(f"error: {one_line(fault, 3000) or 'stopped'}{hint}", file=sys.stderr)
         raise SystemExit(2 if isinstance(fault, USERS_FAULTS) else 1) from None
@@ -169,7 +169,9 @@ def start(cfg, seed, numbers, device):
 def condition(encoder, rows, cfg):
     """The sources of rows (B, L) as arguments of elf.sample: clean latents (B, L, D), and where they are (B, L)."""
     ids, source, _, _ = tiny_config.unpack(torch.as_tensor(rows, device=encoder.model.device), encoder.tokenizer, cfg)
-    return {"cond": encoder.encode(ids, cfg, elf.who_sees(source, source, torch.zeros_like(source[:, 0]))), "cond_mask": source}
+    kept = torch.zeros_like(source[:, 0])
+    latents = [encoder.encode(a, cfg, elf.who_sees(b, b, c)) for a, b, c in zip(ids.split(16), source.split(16), kept.split(16))]
+    return {"cond": torch.cat(latents), "cond_mask": source}                # few at a time: masks are L x L each
 
 def follow(model, setting, seed, numbers, encoder=None, rows=None):
     """elf.trajectory of the samples of these numbers; a model with a source takes those of rows (B, L), as the data stores them."""
@@ -185,7 +187,8 @@ def generate(model, setting, seed, numbers, batch, encoder=None, rows=None):
     for first in range(0, len(numbers), batch):
         some = numbers[first:first + batch]
         part = None if rows is None else rows[some]
-        *_, (_, z, _) = follow(model, setting, seed, some, encoder, part)
+        for _, z, _ in follow(model, setting, seed, some, encoder, part):
+            pass
         ids = torch.cat([elf.decode_ids(model, a, setting.w).cpu() for a in z.split(16)])       # few at a time: logits are L x V each
         begin = [0] * len(some) if rows is None else (part < 0).sum(1)                          # a source's ids are stored as ~id
         found += [row[n:n + cfg.length - cfg.source_length] for row, n in zip(ids.tolist(), begin)]
@@ -213,7 +216,9 @@ def until_end(row, eos):
 
 def to_text(tokenizer, row):
     """Token ids (a list or a tensor), up to the first end-of-sequence token, as text."""
-    return tokenizer.decode(until_end(torch.as_tensor(row).tolist(), tokenizer.eos_token_id), clean_up_tokenization_spaces=False)
+    ours = tokenizer.mask_token == "<mask>"                                 # of our languages every token shows: nothing is repaired
+    row = until_end(torch.as_tensor(row).tolist(), tokenizer.eos_token_id)
+    return tokenizer.decode(row, skip_special_tokens=not ours, clean_up_tokenization_spaces=False)
 
 def entropies(rows):
     """(entropy of each row of tokens that isn't empty, entropy of all of them pooled), in nats."""
@@ -250,27 +255,32 @@ class Judge:
 
         Each goes through the judge alone and whole: no padding and no batch that the value could depend on.
         """
-        nats, scored = [], []
+        nats, scored, precision = [], [], torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")                               # not TF32, where sampling uses that
         for row in rows:
             if row:
                 ids = torch.tensor([row], device=self.model.device)                     # (1, L)
                 logits = self.model(input_ids=ids).logits[0, :-1]                       # (L - 1, V)
                 nats.append(F.cross_entropy(logits, ids[0, 1:], reduction="sum").item())
                 scored.append(len(row) - 1)
+        torch.set_float32_matmul_precision(precision)
         if sum(scored) == 0:
             return {}
         mean = sum(nats) / sum(scored)
         spread = error([loss - mean * n for loss, n in zip(nats, scored)]) / np.mean(scored)        # of the mean: a ratio's, linearised
         return {"gen_ppl": math.exp(mean), "gen_ppl_se": math.exp(mean) * float(spread)}
 
-def compare(texts, targets):
-    """BLEU and ROUGE of texts against what they were to be, with the paper's settings."""
+def against(texts, targets, evaluate):
+    """Which texts are what they were to be; and evaluate: BLEU and ROUGE, with the paper's settings."""
+    exact = {"exact": [float(text == target) for text, target in zip(texts, targets)]}
+    if not evaluate:
+        return exact
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
     names = ["rouge1", "rouge2", "rougeL"]
     scores = list(map(RougeScorer(names, use_stemmer=True).score, targets, texts))
     bleu = sacrebleu.BLEU(lowercase=True, effective_order=True).corpus_score(texts, [targets]).score
-    return {"bleu": bleu} | {name: [100 * score[name].fmeasure for score in scores] for name in names}
+    return exact | {"bleu": bleu} | {name: [100 * score[name].fmeasure for score in scores] for name in names}
 
 class Reference(NamedTuple):
     """What samples are compared with: texts of the data that training hasn't seen."""
@@ -285,8 +295,7 @@ def load_reference(cfg, tokenizer, path="", n=256, evaluate=False):
     if cfg.source_length:
         stored, inputs, texts = tiny_config.read_pairs(cfg, tokenizer, path, n)
         rows = [until_end(row[row >= 0].tolist(), tokenizer.eos_token_id) for row in stored]
-        return Reference(texts, rows, lambda found: {"exact": [float(a == b) for a, b in zip(found, texts)]}
-                         | (compare(found, texts) if evaluate else {}), stored, inputs)
+        return Reference(texts, rows, functools.partial(against, targets=texts, evaluate=evaluate), stored, inputs)
     if cfg.data == "tiny":
         if path:
             raise UserError(f"--data={path}: is for models of text or with a source; a model of the tiny language is judged by its rules")
@@ -312,7 +321,7 @@ def measure(texts, rows, reference=None, judge=None):
         rows, reference = judge.tokens(texts), reference and reference._replace(rows=judge.tokens(reference.texts))
     each, pooled = entropies(rows)
     found = {"entropy": each, "entropy_pooled": pooled, "distinct": len(set(texts)) / len(texts), "length": [len(row) for row in rows],
-             "empty": sum(not text.strip() for text in texts) / len(texts), "repetition": [repetition(text) for text in texts]}
+             "empty": [float(not text.strip()) for text in texts], "repetition": [repetition(text) for text in texts]}
     if reference:
         data_each, data_pooled = entropies(reference.rows)
         found |= {"data_entropy": float(np.mean(data_each or 0.0)), "data_entropy_pooled": data_pooled} | reference.judge(texts)
@@ -329,12 +338,14 @@ def together(found):
     """One row of the table from those of several seeds: means, and their standard errors over the seeds."""
     if len(found) == 1:
         return found[0]
-    out = {}
-    for name in found[0]:
-        if not name.endswith("_se") and name != "degenerate":
-            values = [float(row.get(name, 0)) for row in found]
-            out |= {name: float(np.mean(values))} | ({} if name.startswith("data_") else {f"{name}_se": error(values)})
-    return out | {"n": found[0]["n"], "seeds": len(found)} | ({"degenerate": True} if any("degenerate" in row for row in found) else {})
+    out = {"seeds": len(found)}
+    for name in dict.fromkeys(name for row in found for name in row if not name.endswith("_se")):
+        values = [row[name] for row in found if name in row]                    # no perplexity where all texts are empty
+        if name in ("n", "tokens", "degenerate"):
+            out[name] = values[0]
+        else:
+            out |= {name: float(np.mean(values))} | ({} if name.startswith(("data_", "seconds")) else {f"{name}_se": error(values)})
+    return out
 
 def table(rows):
     """Rows (dicts) as aligned columns, standard errors behind their measures."""
@@ -374,13 +385,13 @@ def plot_sweep(lines, path):
 
     A curve for each combination of the other settings; hollow points are degenerate.
     """
-    quality = next(name for name in ("gen_ppl", "bleu", "valid", "exact", "known_words", "distinct") if name in lines[0])
+    quality = next(name for name in ("gen_ppl", "bleu", "valid", "exact", "known_words", "distinct") if any(name in line for line in lines))
     swept = [f.name for f in dataclasses.fields(Setting) if len({line[f.name] for line in lines}) > 1]
     along = next(name for name in ("w", "steps", "cfg", *swept) if name in swept)
     x = along if along != "w" else "entropy" if quality == "gen_ppl" else "entropy_pooled"
     figure, axis = canvas(5.5, 3.8)
     curves = {}
-    for line in sorted(lines, key=lambda line: line[along]):
+    for line in sorted((line for line in lines if quality in line), key=lambda line: line[along]):
         curves.setdefault(", ".join(f"{name} {line[name]}" for name in swept if name != along), []).append(line)
     for label, curve in curves.items():
         xs, ys = [line[x] for line in curve], [line[quality] for line in curve]
@@ -404,6 +415,8 @@ def settings(given, cfg):
     An SDE that puts no noise back is the ODE, and is called so.
     """
     base, found = Setting(steps=cfg.sample_steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg), {}
+    if "sde" in given.get("sampler", []) and "gamma" not in given and cfg.gamma == 0:
+        raise UserError("--sampler=sde: this model's gamma is 0, which makes it the ODE; add --gamma, such as --gamma=1.5")
     for values in itertools.product(*given.values()):
         setting = replace(base, **dict(zip(given, values)))
         if setting.sampler == "ode" or setting.gamma == 0 or setting.steps == 1:        # nothing puts noise back: all the same
@@ -411,28 +424,34 @@ def settings(given, cfg):
         found[setting if cfg.source_length else replace(setting, cfg=1.0)] = None
     return list(found)
 
-def read_lines(path):
+def read_lines(option, path):
     """The lines of a text file. Raises UserError where one is empty, or all."""
-    lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")         # splitlines would split at more
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")     # splitlines would split at more
+    except (OSError, UnicodeDecodeError) as fault:
+        raise UserError(f"{option}{path}: not to be read as UTF-8 text ({one_line(fault)})") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
-            raise UserError(f"{path}: line {number} is empty")
+            raise UserError(f"{option}{path}: line {number} is empty")
     return lines
 
 def read_samples(path):
     """(texts made elsewhere, from a .jsonl file; what each was to be, or None where that isn't said)."""
     texts, targets = [], []
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(read_lines("--eval_file=", path), start=1):
         try:
             entry = json.loads(line)
             texts.append(entry["text"] if "text" in entry else entry["generated"])
-            targets.append(entry.get("target"))
-            "".join([texts[-1], targets[-1] or ""])                 # both are strings
+            targets += [entry["target"]] if "target" in entry else []
+            if not isinstance(texts[-1], str) or not all(isinstance(text, str) for text in targets[-1:]):
+                raise TypeError("text and target are strings")
         except (ValueError, TypeError) as fault:
-            raise UserError(f"--eval_file={path}: line {number} is no JSON object with a string for a text ({one_line(fault)})") from None
+            raise UserError(f"--eval_file={path}: line {number} is no JSON object with a text ({one_line(fault)})") from None
         except KeyError:
             raise UserError(f"--eval_file={path}: line {number} lacks the key text (or generated); it has {', '.join(entry)}") from None
-    return texts, None if None in targets else targets
+        if len(targets) not in (0, number):
+            raise UserError(f"--eval_file={path}: line {number} has a target, or lacks it, unlike the lines before")
+    return texts, targets or None
 
 CLASHES = {"eval_file": "model prompt input_file data out plot trace", "trace": "out json eval",
            "prompt": "input_file data eval json plot", "input_file": "data eval json plot"}
@@ -457,9 +476,9 @@ def measure_file(options, device):
     """The row of the table for texts made elsewhere: by their targets, if they have any, and by a judge. Tokens are words."""
     texts, targets = read_samples(options.eval_file)
     words = [text.split() for text in targets or []]
-    reference = Reference(targets, words, functools.partial(compare, targets=targets)) if targets else None
+    reference = Reference(targets, words, functools.partial(against, targets=targets, evaluate=True)) if targets else None
     judge = Judge(options.judge, device) if options.eval or not targets else None
-    return {"file": options.eval_file, "n": len(texts)} | measure(texts, [text.split() for text in texts], reference, judge)
+    return {"file": options.eval_file, "n": len(texts), "tokens": options.judge if judge else "words"} | measure(texts, [text.split() for text in texts], reference, judge)
 
 def write_texts(texts, reference, path):
     """Writes texts to a .jsonl file, a line each, with the source and the target that they were made from, if any."""
@@ -479,9 +498,12 @@ def report(lines, options):
 def load(options, given, device):
     """(model, settings to sample it with, tokenizer, encoder or None, Reference or None, whether the user gave the sources)."""
     model, cfg = elf.load_model(options.model, device, tiny_config.PRESETS.get(options.config))
+    released = not os.path.isfile(f"{options.model}/config.json")
+    if released and cfg.source_length and not (options.data or options.prompt or options.input_file):
+        raise UserError("--data is missing, pairs that this model wasn't trained on (the README names some); or --prompt, --input_file")
     accelerate(model, device, options.dtype, options.compile)
     source, ways = options.encoder or tiny_config.encoder_source(options.model, cfg), settings(given, cfg)
-    inputs = [options.prompt] if options.prompt else read_lines(options.input_file) if options.input_file else None
+    inputs = [options.prompt] if options.prompt else read_lines("--input_file=", options.input_file) if options.input_file else None
     if inputs and not (cfg.source_length and inputs[0].strip()):
         raise UserError("--prompt and --input_file are for a model with a source, which this one lacks, or the prompt is empty")
     if len(ways) * options.seeds > 1 and (inputs or options.out or options.trace):
@@ -516,7 +538,7 @@ def sweep(options, model, ways, tokenizer, encoder, reference, judge, rank, worl
             rows = [until_end(row, tokenizer.eos_token_id) for share in shares for row in share]
             seconds, texts = time.time() - began, [to_text(tokenizer, row) for row in rows]
             if rank == 0 and (reference is None or reference.judge):
-                found.append({"n": n, "seconds": seconds} | measure(texts, rows, reference, judge))
+                found.append({"n": n, "seconds": seconds, "tokens": options.judge if judge else "the model's"} | measure(texts, rows, reference, judge))
         if found:
             lines.append(asdict(way) | together(found))
         if found and len(ways) > 1:
@@ -533,6 +555,8 @@ def main(argv):
     if options.eval_file:
         return report([measure_file(options, device)], options) if rank == 0 else None
     model, ways, tokenizer, encoder, reference, translate = load(options, given, device)
+    if options.trace and rank > 0:
+        return
     if options.trace:
         lines = list(trace(model, tokenizer, options.seed, ways[0], encoder, reference and reference.stored))
         print_trace(lines)

@@ -233,7 +233,7 @@ def test_released_weights_load_from_a_folder_under_any_prefix(tmp_path, golden, 
     (tmp_path / "checkpoint_old").touch()
     model, cfg = elf.load_model(str(tmp_path), base=GOLDEN)
     assert_same(dict(model.state_dict()), dict(golden.state_dict()))
-    assert not model.training and "checkpoint_90" in capsys.readouterr().out
+    assert not model.training and "checkpoint_90" in capsys.readouterr().err
 
 
 def test_a_hub_id_is_downloaded_and_has_its_own_preset(tmp_path, golden, monkeypatch, capsys):
@@ -242,7 +242,7 @@ def test_a_hub_id_is_downloaded_and_has_its_own_preset(tmp_path, golden, monkeyp
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda source, **how: asked.append(source) or str(tmp_path))
     model, cfg = elf.load_model("embedded-language-flows/ELF-L-owt-torch")
     assert asked == ["embedded-language-flows/ELF-L-owt-torch"] and cfg.hidden == 24 and cfg.epochs == elf.PRESETS["owt_l"].epochs
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert all(word in said for word in ("'length': 1024", "'latent_std': 0.2", "'hidden': 24"))
 
 
@@ -731,7 +731,8 @@ def refused(capsys, program, *argv):
     with pytest.raises(SystemExit) as stop:
         sample.run(program.main, list(map(str, argv)))
     assert stop.value.code == 2
-    line = capsys.readouterr().err.strip()
+    notice, line = "the rest is the preset's", capsys.readouterr().err.strip()                # of weights that were loaded before
+    line = line.partition("\n")[2] if notice in line.partition("\n")[0] else line
     assert line.startswith("error: ") and "\n" not in line
     return line
 
@@ -1008,7 +1009,7 @@ def test_training_starts_from_given_weights(run_folder, tmp_path, capsys):
         assert_same(dict(trainer.model.state_dict()), dict(model.state_dict()))
         assert_same(dict(trainer.average.state_dict()), dict(model.state_dict()))
     sample.main([f"--model={released}", f"--encoder={run_folder}/encoder", "--config=tiny", "--n=1", "--steps=2"])
-    assert "'length': 25" in capsys.readouterr().out
+    assert "'length': 25" in capsys.readouterr().err
     for change, word in (({"depth": 2}, "blocks.1"), ({"latent_std": 3.0}, "latent_std")):
         with pytest.raises(elf.UserError, match=word):
             trainer_of(run_folder, options=train.Options(init=str(run_folder)), **change)
@@ -1878,7 +1879,7 @@ def test_what_is_poorer_than_the_data_is_marked():
 def test_bleu_and_rouge_are_the_libraries(texts, targets):
     import sacrebleu
     from rouge_score import rouge_scorer
-    found = sample.compare(texts, targets)
+    found = sample.against(texts, targets, True)
     assert found["bleu"] == sacrebleu.corpus_bleu(texts, [targets], lowercase=True, use_effective_order=True).score
     assert found["bleu"] > 5
     scorer = rouge_scorer.RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
@@ -2009,7 +2010,7 @@ def test_the_rules_of_translation_are_kept_and_occur():
 
 # ------------------------------------------------------------------------------- pairs: the programs
 
-KEYS = [*SMALL, "--label_drop=0.4"]
+KEYS = [*SMALL, "--label_drop=0.4", "--steps=100"]
 
 
 def few_pairs(name, heldout=False, made=tiny_config.made):
@@ -2024,7 +2025,7 @@ def small_language(monkeypatch):
 
 @pytest.fixture(scope="module")
 def pair_folder(tmp_path_factory):
-    """What a whole run of 40 steps on pairs leaves behind."""
+    """What a whole run of 100 steps on pairs leaves behind."""
     folder = tmp_path_factory.mktemp("runs") / "pairs"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_config, "made", few_pairs)
@@ -2054,14 +2055,14 @@ def sampled_lines(path):
 def test_pairs_train_and_sample(pair_folder, tmp_path, small_language, capsys):
     entries = sampled_lines(pair_folder / "metrics.jsonl")
     held_out = [entry["heldout_ce"] for entry in entries if "heldout_ce" in entry]
-    assert len(held_out) == 2 and held_out[1] < held_out[0] and {"exact", "data_entropy"} <= set().union(*entries)
+    assert len(held_out) == 5 and held_out[1] < held_out[0] and {"exact", "data_entropy"} <= set().union(*entries)
     row, = measured(tmp_path, f"--model={pair_folder}", "--n=100", f"--out={tmp_path}/out.jsonl", "--eval")
     assert row["n"] == 15 and {"exact", "exact_se", "bleu", "rouge1", "rouge2", "rougeL", "length", "empty", "repetition"} <= row.keys()
     assert "gen_ppl" not in row and row["sampler"] == "ode" and (row["steps"], row["cfg"]) == (4, 1)
     found, pairs = sampled_lines(tmp_path / "out.jsonl"), list(few_pairs("tiny_pair", True))
     assert [line["id"] for line in found] == list(range(15)) and [(line["input"], line["target"]) for line in found] == pairs
     assert row["exact"] == np.mean([line["text"] == line["target"] for line in found])
-    assert row["bleu"] == sample.compare([line["text"] for line in found], [line["target"] for line in found])["bleu"]
+    assert row["bleu"] == sample.against([line["text"] for line in found], [line["target"] for line in found], True)["bleu"]
     again, = measured(tmp_path, f"--eval_file={tmp_path}/out.jsonl")            # its own --out, read back
     assert (again["bleu"], again["rougeL"]) == (row["bleu"], row["rougeL"])
 
@@ -2294,10 +2295,10 @@ def test_pairs_of_ones_own_train_and_sample(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("content, words", [
-    ([("sun", "soleil")] * 20 + [("sun", "")] + [("sun", "soleil")] * 20, ["example 21 ", " and 0 tokens"]),
-    ([("sun", "soleil")] * 20 + [("", "soleil")], ["example 21 ", "has 0 and "]),
-    ([("sun", "soleil")] * 70 + [("sun", "")], ["example 71 "]), (IDS + [([5], [])], ["example 65 ", "1 and 0"]),
-    (IDS + [([], [5])], ["example 65 ", "0 and 1"]), (IDS[:3] + [([5], [6, 9999])] + IDS, ["example 4 ", "9999"]),
+    ([("sun", "soleil")] * 20 + [("sun", "")] + [("sun", "soleil")] * 20, ["example 21 ", "empty output"]),
+    ([("sun", "soleil")] * 20 + [(" ", "soleil")], ["example 21 ", "empty input"]),
+    ([("sun", "soleil")] * 70 + [("sun", "")], ["example 71 "]), (IDS + [([5], [])], ["example 65 ", "empty input_ids"]),
+    (IDS + [([], [5])], ["example 65 ", "empty condition_input_ids"]), (IDS[:3] + [([5], [6, 9999])] + IDS, ["example 4 ", "9999"]),
     (IDS[:3] + [([-2], [6])] + IDS, ["example 4 ", "-2"]), (IDS[:3] + [([5, None], [6])] + IDS, ["example 4 ", "None"]), ([("sun", "soleil"), ("sun", None)] * 9, ["output", "9 of them null"])])
 def test_an_empty_side_names_the_example(tmp_path, capsys, encoders, content, words):
     path = write_pairs(tmp_path / "pairs.jsonl", content)
@@ -2337,7 +2338,7 @@ def test_texts_made_elsewhere_are_measured(tmp_path, judge_folder, capsys):
     write(entries)
     texts, targets = ["the sun", "hill moon hill hill", ""], ["the moon", "hill moon", "sun"]
     row, = measured(tmp_path, f"--eval_file={path}")                # with targets: no judge, and no download of one
-    want = sample.compare(texts, targets)
+    want = sample.against(texts, targets, True)
     assert row["bleu"] == want["bleu"] and row["rouge1"] == pytest.approx(np.mean(want["rouge1"])) and "gen_ppl" not in row
     assert row["n"] == 3 and row["empty"] == 1 / 3 and row["repetition"] == pytest.approx(1 / 9)
     assert row["length"] == 2 and row["entropy"] == pytest.approx((math.log(2) + 0.75 * math.log(4 / 3) + 0.25 * math.log(4)) / 2)      # words
@@ -2440,7 +2441,7 @@ def test_hub_ids_with_a_source_have_their_presets(tmp_path, golden, monkeypatch,
     cfg = elf.load_model(f"embedded-language-flows/{name}")[1]
     sizes = {key: getattr(GOLDEN, key) for key in ("vocab", "latent_dim", "hidden", "depth", "heads", "bottleneck", "prefix")}
     assert cfg == dataclasses.replace(elf.PRESETS[preset], **sizes)
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert all(word in said for word in [*words, "'decode_noise_scale': 1.0"])
 
 
@@ -2456,3 +2457,12 @@ def test_the_laptop_run_learns_the_language(tmp_path):
     assert row["sampler"] == "sde" and row["valid"] >= 0.9 and row["novel"] >= 0.8
     for name in ("entropy", "entropy_pooled"):
         assert abs(row[name] - row[f"data_{name}"]) < 0.1
+
+
+@pytest.mark.slow
+def test_the_laptop_run_learns_to_translate(tmp_path):
+    """512 held-out sources, as they come, against their one right translation, at the best guidance of the README's sweep."""
+    train.main(["--config=tiny_pair", f"--out_dir={tmp_path / 'pair'}", "--device=cpu"])
+    sample.main([f"--model={tmp_path / 'pair'}", "--n=512", "--cfg=1,1.5,2,3,4", f"--json={tmp_path / 'table.json'}"])
+    rows = json.load(open(tmp_path / "table.json"))
+    assert {(row["sampler"], row["steps"]) for row in rows} == {("ode", 16)} and max(row["exact"] for row in rows) >= 0.95

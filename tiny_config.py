@@ -185,6 +185,7 @@ def open_data(source, pairs=False):
     """What --data names as a data set of the library `datasets`, with these columns: `text`, and `end` if its rows are pieces;
     or `input_ids`; pairs: `input` and `output`, or `condition_input_ids` and `input_ids`; the stories: `output`."""
     import datasets
+    import pyarrow.compute as pc
     datasets.disable_progress_bars()
     datasets.utils.logging.set_verbosity(50)                                    # its errors are told by ours
     if source in LANGUAGES:
@@ -215,6 +216,9 @@ def open_data(source, pairs=False):
                 if column.null_count or not re.fullmatch(kind, str(column.type)):
                     raise UserError(f"--data={source}: the column {name} holds {column.type}, {column.null_count} of them null; needed are "
                                     f"{'lists of token ids' if name.endswith('ids') else 'strings'}")
+                lengths = pc.list_value_length(column) if name.endswith("ids") else pc.utf8_length(pc.utf8_trim_whitespace(column))
+                if pairs and (empty := pc.index(lengths, 0).as_py()) >= 0:
+                    raise UserError(f"--data={source}: example {empty + 1} has an empty {name}")
             return data.select_columns(list(names))
     raise UserError(f"--data={source}: has the columns {', '.join(data.column_names)}; needed are "
                     + ("input and output (strings), or condition_input_ids and input_ids (token ids)" if pairs else
@@ -273,7 +277,8 @@ def split(rows):
 
 def read_pairs(cfg, tokenizer, path, n):
     """(rows (n, L) as they are stored, sources, targets) of n examples with a source: of a path, or held out from training."""
-    rows = Rows(open_data(path or cfg.data, pairs=True), cfg, tokenizer)
+    cfg = replace(cfg, data=path or cfg.data)
+    rows = Rows(open_data(cfg.data, pairs=True), cfg, tokenizer)
     rows = (rows if path else split(rows)[1])[:n]
     def text(a):
         return a if isinstance(a, str) else tokenizer.decode(a, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -436,9 +441,11 @@ def train_encoder(rows, tokenizer, cfg, share=0.3):
         feed_forward_proj="gated-gelu", dropout_rate=0.0, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id))
     optimizer, losses = torch.optim.AdamW(encoder.parameters(), cfg.encoder_lr), []
     for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
-        clean = unpack(take(rows, torch.randint(len(rows), (batch,))), tokenizer, cfg)[0]   # (batch, L)
+        clean, source, _, real = unpack(take(rows, torch.randint(len(rows), (batch,))), tokenizer, cfg)     # (batch, L)
+        sees = elf.who_sees(source, real, torch.zeros(batch, dtype=torch.bool)) if cfg.source_length else None     # as in its use
         masked = torch.rand(clean.shape) < share
-        h = encoder(input_ids=clean.masked_fill(masked, tokenizer.mask_token_id)).last_hidden_state
+        seen = clean.masked_fill(masked, tokenizer.mask_token_id)
+        h = encoder(input_ids=seen, attention_mask=elf.additive(sees, torch.float32)).last_hidden_state
         logits = F.linear(h[masked] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled
         loss = F.cross_entropy(logits, clean[masked])
         loss.backward()

@@ -263,6 +263,7 @@ def evaluate(trainer, heldout, reference, last):
     n, steps = (256, cfg.sample_steps) if last else (32, 16)
     n = n if reference.stored is None else min(n, len(reference.stored))
     how = Setting(steps=steps, gamma=cfg.gamma, w=cfg.w, cfg=cfg.cfg)
+    reference = reference._replace(texts=reference.texts[:n], rows=reference.rows[:n])          # as many as samples
     rows = generate(model, how, cfg.seed, list(range(n)), 32, trainer.encoder, reference.stored)
     rows = [until_end(row, tokenizer.eos_token_id) for row in rows]
     texts = [to_text(tokenizer, row) for row in rows]
