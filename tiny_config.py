@@ -249,16 +249,14 @@ class Rows:
     def __getitem__(self, rows):
         if isinstance(rows, slice):
             return Rows(self.data.select(range(len(self))[rows]), self.cfg, self.tokenizer)
-        batch, length, vocab = self.data[rows], self.cfg.length, len(self.tokenizer)
-        targets, fill = batch.get("input_ids"), self.tokenizer.pad_token_id
-        sources = batch.get("condition_input_ids", [[]] * len(rows))
-        if "output" in batch:
-            sources, targets = (self.ids(batch[side]) if side in batch else sources for side in ("input", "output"))
-        if "output" in batch or self.cfg.source_length:
-            fill = self.tokenizer.eos_token_id
-        found = []
-        for number, source, target in zip(rows, sources, targets):
-            strange = [i for i in source + target if i not in range(vocab)]
+        batch, length, known, found = self.data[rows], self.cfg.length, range(len(self.tokenizer)), []
+        def side(texts, ids):
+            if texts in batch:
+                return self.tokenizer(list(batch[texts]), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            return batch.get(ids, [[]] * len(rows))
+        fill = self.tokenizer.eos_token_id if "output" in batch or self.cfg.source_length else self.tokenizer.pad_token_id
+        for number, source, target in zip(rows, side("input", "condition_input_ids"), side("output", "input_ids")):
+            strange = [i for i in source + target if i not in known]
             too_long = not self.cfg.source_length and len(target) + ("output" in batch) > length      # an end must fit
             if strange or too_long or not target or not source and self.cfg.source_length:
                 raise UserError(f"--data={self.cfg.data}: example {number + 1} has {len(source)} and {len(target)} tokens, "
@@ -266,9 +264,6 @@ class Rows:
             row = [~i for i in source[:self.cfg.source_length]] + target
             found.append((row + [fill] * length)[:length])
         return np.array(found)
-
-    def ids(self, texts):
-        return self.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 def split(rows):
     """(training, held-out): a twentieth of the rows, at least 3 and at most 1,024, are held out."""
@@ -421,11 +416,6 @@ def byte_tokenizer(texts, vocab):
         vocab_size=vocab, special_tokens=["<pad>", "</s>", "<mask>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", mask_token="<mask>")
-
-def make_tokenizer(data, cfg):
-    """A tokenizer for the texts of open_data: of words for our languages, else of up to cfg.vocab pieces, by default 4,096."""
-    texts = (text for row in data for name, text in row.items() if name != "end")
-    return word_tokenizer(texts) if cfg.data in LANGUAGES else byte_tokenizer(texts, cfg.vocab or 4096)
 
 def train_encoder(rows, tokenizer, cfg, share=0.3):
     """Trains a small T5 encoder on rows (N, L) of token ids to guess masked tokens from their context.

@@ -59,7 +59,12 @@ def load_data(cfg, device, encoder=None):
     cfg = tiny_config.fit(cfg, encoder) if encoder else cfg
     if not encoder and "input_ids" in data.column_names:
         raise UserError(f"--data={cfg.data}: holds token ids; name the encoder that they are for, --encoder=...")
-    tokenizer = encoder.tokenizer if encoder else tiny_config.make_tokenizer(data, cfg)
+    if encoder:
+        tokenizer = encoder.tokenizer
+    else:
+        texts = (text for row in data for name, text in row.items() if name != "end")
+        words, pieces = tiny_config.word_tokenizer, tiny_config.byte_tokenizer
+        tokenizer = words(texts) if cfg.data in tiny_config.LANGUAGES else pieces(texts, cfg.vocab or 4096)
     rows = tiny_config.token_rows(data, cfg, tokenizer)
     if len(rows) < 4:
         raise UserError(f"--data={cfg.data}: {len(rows)} rows of --length={cfg.length} tokens are too few, it takes four")
