@@ -450,7 +450,7 @@ def read_samples(path):
         except KeyError:
             raise UserError(f"--eval_file={path}: line {number} lacks the key text (or generated); it has {', '.join(entry)}") from None
         if len(targets) not in (0, number):
-            raise UserError(f"--eval_file={path}: line {number} has a target, or lacks it, unlike the lines before")
+            raise UserError(f"--eval_file={path}: line {number} {'has a' if 'target' in entry else 'lacks the'} target, unlike the lines before")
     return texts, targets or None
 
 CLASHES = {"eval_file": "model prompt input_file data out plot trace", "trace": "out json eval",
@@ -504,8 +504,8 @@ def load(options, given, device):
     accelerate(model, device, options.dtype, options.compile)
     source, ways = options.encoder or tiny_config.encoder_source(options.model, cfg), settings(given, cfg)
     inputs = [options.prompt] if options.prompt else read_lines("--input_file=", options.input_file) if options.input_file else None
-    if inputs and not (cfg.source_length and inputs[0].strip()):
-        raise UserError("--prompt and --input_file are for a model with a source, which this one lacks, or the prompt is empty")
+    if inputs and cfg.source_length == 0:
+        raise UserError("--prompt and --input_file are for a model with a source, such as tiny_pair's; this one has none")
     if len(ways) * options.seeds > 1 and (inputs or options.out or options.trace):
         raise UserError("--out, --trace, --prompt and --input_file take one setting and one seed, not a sweep")
     if len(ways) == 1 and options.plot and not options.trace:
@@ -547,6 +547,8 @@ def sweep(options, model, ways, tokenizer, encoder, reference, judge, rank, worl
 
 def main(argv):
     given = parse(argv, __doc__, Options(), Setting())
+    if not given.get("prompt", "-").strip():
+        raise UserError("--prompt is empty: give it a source")
     options = Options(**{name: given.pop(name) for name in vars(Options()) if name in given})
     check_files(options)
     if not (options.model or options.eval_file):
@@ -568,7 +570,10 @@ def main(argv):
         if translate:
             print("\n".join(" ".join(text.split()) for text in texts))
         elif len(ways) == 1:
-            print("\n\n".join(texts[:16]) + (f"\n\n... and {len(texts) - 16} more" if len(texts) > 16 else ""))
+            shown = texts[:16] if not encoder else [
+                f"{source}\n-> {text}" + f"\n   (right: {target})" * (text != target)
+                for source, text, target in zip(reference.inputs[:16], texts, reference.texts)]
+            print("\n\n".join(shown) + (f"\n\n... and {len(texts) - 16} more" if len(texts) > 16 else ""))
         if lines:
             report(lines, options)
     if world > 1:

@@ -194,6 +194,8 @@ def open_data(source, pairs=False):
             raise UserError(f"--data={source}: {'lacks' if pairs else 'has'} a source; take its own preset, --config={source}")
         return datasets.Dataset.from_dict(dict(zip(("input", "output"), zip(*both))) if pairs else {"output": both})
     files = find_files(source)
+    if not files and Path(source).suffix in (*TABLES, ".txt"):
+        raise UserError(f"--data={source}: no such file")
     kinds = {TABLES.get(Path(file).suffix, "text") for file in files}
     if len(kinds) > 1:
         raise UserError(f"--data={source}: files of several kinds ({', '.join(sorted(kinds))}); give one kind at a time")
