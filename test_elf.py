@@ -2461,8 +2461,8 @@ def test_the_laptop_run_learns_the_language(tmp_path):
 
 @pytest.mark.slow
 def test_the_laptop_run_learns_to_translate(tmp_path):
-    """512 held-out sources, as they come, against their one right translation, at the best guidance of the README's sweep."""
+    """512 held-out sources, as they come, against their one right translation, at the best guidance of a sweep."""
     train.main(["--config=tiny_pair", f"--out_dir={tmp_path / 'pair'}", "--device=cpu"])
-    sample.main([f"--model={tmp_path / 'pair'}", "--n=512", "--cfg=1,1.5,2,3,4", f"--json={tmp_path / 'table.json'}"])
+    sample.main([f"--model={tmp_path / 'pair'}", "--n=512", "--cfg=1,1.5,2", f"--json={tmp_path / 'table.json'}"])
     rows = json.load(open(tmp_path / "table.json"))
     assert {(row["sampler"], row["steps"]) for row in rows} == {("ode", 16)} and max(row["exact"] for row in rows) >= 0.95
