@@ -108,7 +108,7 @@ def nearest(name, names):
     close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(names)}"
 
-USERS_FAULTS = (UserError, UnicodeDecodeError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+USERS_FAULTS = (UserError, FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 def run(main, argv):
     """Runs a program: what the user or the machine got wrong ends as one line, with exit code 2 or 1."""
@@ -169,8 +169,7 @@ def start(cfg, seed, numbers, device):
 def condition(encoder, rows, cfg):
     """The sources of rows (B, L) as arguments of elf.sample: clean latents (B, L, D), and where they are (B, L)."""
     ids, source, _, _ = tiny_config.unpack(torch.as_tensor(rows, device=encoder.model.device), encoder.tokenizer, cfg)
-    kept = torch.zeros_like(source[:, 0])
-    latents = [encoder.encode(a, cfg, elf.who_sees(b, b, c)) for a, b, c in zip(ids.split(16), source.split(16), kept.split(16))]
+    latents = [encoder.encode(a, cfg, elf.who_sees(b, b, torch.zeros_like(b[:, 0]))) for a, b in zip(ids.split(16), source.split(16))]
     return {"cond": torch.cat(latents), "cond_mask": source}                # few at a time: masks are L x L each
 
 def follow(model, setting, seed, numbers, encoder=None, rows=None):
@@ -450,7 +449,8 @@ def read_samples(path):
         except KeyError:
             raise UserError(f"--eval_file={path}: line {number} lacks the key text (or generated); it has {', '.join(entry)}") from None
         if len(targets) not in (0, number):
-            raise UserError(f"--eval_file={path}: line {number} {'has a' if 'target' in entry else 'lacks the'} target, unlike the lines before")
+            has = "has a" if "target" in entry else "lacks the"
+            raise UserError(f"--eval_file={path}: line {number} {has} target, unlike the lines before")
     return texts, targets or None
 
 CLASHES = {"eval_file": "model prompt input_file data out plot trace", "trace": "out json eval",
@@ -478,7 +478,8 @@ def measure_file(options, device):
     words = [text.split() for text in targets or []]
     reference = Reference(targets, words, functools.partial(against, targets=targets, evaluate=True)) if targets else None
     judge = Judge(options.judge, device) if options.eval or not targets else None
-    return {"file": options.eval_file, "n": len(texts), "tokens": options.judge if judge else "words"} | measure(texts, [text.split() for text in texts], reference, judge)
+    found = measure(texts, [text.split() for text in texts], reference, judge)
+    return {"file": options.eval_file, "n": len(texts), "tokens": options.judge if judge else "words"} | found
 
 def write_texts(texts, reference, path):
     """Writes texts to a .jsonl file, a line each, with the source and the target that they were made from, if any."""
@@ -516,8 +517,8 @@ def load(options, given, device):
         raise UserError(f"the model has {cfg.vocab} tokens, its encoder's tokenizer, {tokenizer.name_or_path}, has {len(tokenizer)}")
     if inputs:
         ids = tokenizer(inputs, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        rows = [[~i for i in row[:cfg.source_length]] + [tokenizer.eos_token_id] * cfg.length for row in ids]
-        reference = Reference([], [], None, np.array([row[:cfg.length] for row in rows]), inputs)
+        stored = np.array([tiny_config.stored(row, [], tokenizer.eos_token_id, cfg) for row in ids])
+        reference = Reference([], [], None, stored, inputs)
     else:
         reference = load_reference(cfg, tokenizer, options.data, options.n, options.eval)
     return model, ways, tokenizer, encoder, reference, bool(inputs)
@@ -538,7 +539,8 @@ def sweep(options, model, ways, tokenizer, encoder, reference, judge, rank, worl
             rows = [until_end(row, tokenizer.eos_token_id) for share in shares for row in share]
             seconds, texts = time.time() - began, [to_text(tokenizer, row) for row in rows]
             if rank == 0 and (reference is None or reference.judge):
-                found.append({"n": n, "seconds": seconds, "tokens": options.judge if judge else "the model's"} | measure(texts, rows, reference, judge))
+                about = {"n": n, "seconds": seconds, "tokens": options.judge if judge else "the model's"}
+                found.append(about | measure(texts, rows, reference, judge))
         if found:
             lines.append(asdict(way) | together(found))
         if found and len(ways) > 1:

@@ -1,9 +1,8 @@
 """What a laptop needs to run ELF offline: tiny languages with exact checkers, and a small encoder.
 
-`tiny` learns a language of short stories that is written down here, so that every sample can be judged exactly:
-it either obeys all the rules or it doesn't. `tiny_pair` translates from one such language to another, `tiny_text`
-learns any text file you give it. All train a small T5 encoder from scratch first (about half a minute) and freeze it,
-as the full-size runs freeze a pretrained one.
+`tiny` learns a language of short stories that is written down here, so that every sample can be judged exactly: it
+obeys all the rules or it doesn't. `tiny_pair` translates from one such language to another, `tiny_text` learns any
+text file. All train a small T5 encoder from scratch first and freeze it, as full-size runs freeze a pretrained one.
 """
 import functools
 import glob
@@ -69,9 +68,9 @@ def is_story(text):
 
 def judge_stories(texts):
     """Exact measures: whether each text is valid, and of the valid ones the share that training never saw."""
-    valid = [text for text in texts if is_story(text)]
-    novel = [text for text in valid if text not in made("tiny")]
-    return {"valid": [float(is_story(text)) for text in texts], "novel": len(novel) / max(len(valid), 1)}
+    valid = [is_story(text) for text in texts]
+    novel = sum(text not in made("tiny") for text, ok in zip(texts, valid) if ok)
+    return {"valid": list(map(float, valid)), "novel": novel / max(sum(valid), 1)}
 
 # ------------------------------------------------------------------------------------------ the pairs
 # A sentence of something like German, and its one translation into something like English.
@@ -239,6 +238,10 @@ def open_folder(source):
     top = min(tops, key=lambda top: (len(top.parts), top.name != "train", top), default=None)
     return datasets.load_from_disk(top) if top else datasets.load_dataset(str(source))
 
+def stored(source, target, fill, cfg):
+    """A row of token ids as it is stored: of a source as ~id, of a target, then fill, cfg.length in all."""
+    return ([~i for i in source[:cfg.source_length]] + target + [fill] * cfg.length)[:cfg.length]
+
 class Rows:
     """An array (N, L) of ready rows: token ids, filled up with PAD; or a source's as ~id, a target's, then EOS. Slices are Rows, too."""
 
@@ -263,8 +266,7 @@ class Rows:
             if strange or too_long or not target or not source and self.cfg.source_length:
                 raise UserError(f"--data={self.cfg.data}: example {number + 1} has {len(source)} and {len(target)} tokens, "
                                 f"{strange[:3] or 'none'} of them unknown; no side may be empty, and --length={length} is the most")
-            row = [~i for i in source[:self.cfg.source_length]] + target
-            found.append((row + [fill] * length)[:length])
+            found.append(stored(source, target, fill, self.cfg))
         return np.array(found)
 
 def split(rows):
@@ -274,12 +276,10 @@ def split(rows):
 
 def read_pairs(cfg, tokenizer, path, n):
     """(rows (n, L) as they are stored, sources, targets) of n examples with a source: of a path, or held out from training."""
-    cfg = replace(cfg, data=path or cfg.data)
-    rows = Rows(open_data(cfg.data, pairs=True), cfg, tokenizer)
+    rows = Rows(open_data(path or cfg.data, pairs=True), replace(cfg, data=path or cfg.data), tokenizer)
     rows = (rows if path else split(rows)[1])[:n]
-    def text(a):
-        return a if isinstance(a, str) else tokenizer.decode(a, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    inputs, texts = (list(map(text, rows.data[name])) for name in rows.data.column_names)
+    text = functools.partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    inputs, texts = ([a if isinstance(a, str) else text(a) for a in rows.data[name]] for name in rows.data.column_names)
     return rows[range(len(rows))], inputs, texts
 
 def unpack(ids, tokenizer, cfg):
@@ -434,10 +434,10 @@ def train_encoder(rows, tokenizer, cfg, share=0.3):
     optimizer, losses = torch.optim.AdamW(encoder.parameters(), cfg.encoder_lr), []
     for step in tqdm(range(steps), "encoder", disable=None):                            # a bar on terminals only
         clean, source, _, real = unpack(take(rows, torch.randint(len(rows), (batch,))), tokenizer, cfg)     # (batch, L)
-        sees = elf.who_sees(source, real, torch.zeros(batch, dtype=torch.bool)) if cfg.source_length else None     # as in its use
+        sees = elf.who_sees(source, real, torch.zeros_like(real[:, 0])) if cfg.source_length else None      # as where it's used
         masked = torch.rand(clean.shape) < share
-        seen = clean.masked_fill(masked, tokenizer.mask_token_id)
-        h = encoder(input_ids=seen, attention_mask=elf.additive(sees, torch.float32)).last_hidden_state
+        gaps, mask = clean.masked_fill(masked, tokenizer.mask_token_id), elf.additive(sees, torch.float32)
+        h = encoder(input_ids=gaps, attention_mask=mask).last_hidden_state
         logits = F.linear(h[masked] * width ** -0.5, encoder.shared.weight)             # the head is the embedding, scaled
         loss = F.cross_entropy(logits, clean[masked])
         loss.backward()
